@@ -1,1 +1,26 @@
+//! The fence of flextensord: the only crate with unsafe code.
+//!
+//! - [`kernel`]: the error of a system call;
+//! - [`mapping`], [`memfd`], [`segment`]: memory shared between processes;
+//! - [`control`], [`notice`], [`journal`]: the pages of the hand-over protocol;
+//! - [`handover`]: the protocol itself, pure, over any memory;
+//! - [`doorbell`], [`futex`]: waking;
+//! - [`process`], [`descriptor`]: who a peer is, and handing descriptors over;
+//! - [`device`]: what a device must do; [`cpu`]: a device in host memory.
+//!
+//! It depends on `flextensord-proto` for layouts alone.
 
+pub mod control;
+pub mod cpu;
+pub mod descriptor;
+pub mod device;
+pub mod doorbell;
+pub mod futex;
+pub mod handover;
+pub mod journal;
+pub mod kernel;
+pub mod mapping;
+pub mod memfd;
+pub mod notice;
+pub mod process;
+pub mod segment;

@@ -191,7 +191,13 @@ impl Failure {
         let mut details = info.metadata.clone();
         let origin = details.remove("origin").and_then(|o| Origin::parse(&o))?;
         let retryable = details.remove("retryable").is_some_and(|r| r == "true");
-        Some(Self { kind, origin, retryable, message: status.message().to_owned(), details })
+        Some(Self {
+            kind,
+            origin,
+            retryable,
+            message: status.message().to_owned(),
+            details,
+        })
     }
 }
 
@@ -208,8 +214,7 @@ impl From<Failure> for Status {
         let mut metadata = failure.details;
         metadata.insert("origin".to_owned(), failure.origin.as_str().to_owned());
         metadata.insert("retryable".to_owned(), failure.retryable.to_string());
-        let details =
-            ErrorDetails::with_error_info(failure.kind.as_str(), DOMAIN, metadata);
+        let details = ErrorDetails::with_error_info(failure.kind.as_str(), DOMAIN, metadata);
         Status::with_error_details(failure.kind.code(), failure.message, details)
     }
 }
@@ -231,6 +236,9 @@ mod tests {
 
     #[test]
     fn a_transport_error_is_not_taken_for_a_failure_of_the_daemon() {
-        assert_eq!(Failure::from_status(&Status::unavailable("tcp connect error")), None);
+        assert_eq!(
+            Failure::from_status(&Status::unavailable("tcp connect error")),
+            None
+        );
     }
 }

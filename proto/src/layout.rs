@@ -130,10 +130,17 @@ impl Word {
         u32::from_le_bytes([a, b, c, d])
     }
 
+    /// The low half as it stands.
+    #[must_use]
+    pub fn state_bits(self) -> u32 {
+        let [a, b, c, d, ..] = self.0.to_le_bytes();
+        u32::from_le_bytes([a, b, c, d])
+    }
+
     /// The low half; `None` when it is none of the protocol's states.
     #[must_use]
     pub fn state(self) -> Option<State> {
-        match self.0 & 0xffff_ffff {
+        match self.state_bits() {
             0 => Some(State::Empty),
             1 => Some(State::Full),
             2 => Some(State::InUse),
@@ -166,7 +173,10 @@ mod tests {
         assert_eq!(word.0, 0xdead_beef_0000_0002);
         assert_eq!(word.sequence(), 0xdead_beef);
         assert_eq!(word.state(), Some(State::InUse));
-        assert_eq!(word.with(State::Empty), Word::new(0xdead_beef, State::Empty));
+        assert_eq!(
+            word.with(State::Empty),
+            Word::new(0xdead_beef, State::Empty)
+        );
         assert_eq!(Word(7).state(), None);
     }
 

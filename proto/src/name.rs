@@ -38,8 +38,9 @@ pub enum NameError {
 /// part of a file name.
 pub fn check(name: &str) -> Result<(), NameError> {
     length(name, limit::NAME_BYTES)?;
-    if let Some(character) =
-        name.chars().find(|c| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')))
+    if let Some(character) = name
+        .chars()
+        .find(|c| !(c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-')))
     {
         return Err(NameError::Character { character });
     }
@@ -74,12 +75,20 @@ pub fn natural_key(name: &str) -> Vec<(String, u128, usize)> {
     let mut key = Vec::new();
     let mut rest = name;
     while !rest.is_empty() {
-        let text_len = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let text_len = rest
+            .find(|c: char| c.is_ascii_digit())
+            .unwrap_or(rest.len());
         let (text, tail) = rest.split_at(text_len);
-        let digits_len = tail.find(|c: char| !c.is_ascii_digit()).unwrap_or(tail.len());
+        let digits_len = tail
+            .find(|c: char| !c.is_ascii_digit())
+            .unwrap_or(tail.len());
         let (digits, tail) = tail.split_at(digits_len);
         // a run too long for u128 sorts after all numbers, then by its length
-        let number = if digits.is_empty() { 0 } else { digits.parse().unwrap_or(u128::MAX) };
+        let number = if digits.is_empty() {
+            0
+        } else {
+            digits.parse().unwrap_or(u128::MAX)
+        };
         key.push((text.to_owned(), number, digits.len()));
         rest = tail;
     }
@@ -92,7 +101,17 @@ mod tests {
 
     #[test]
     fn names_that_could_leave_their_directory_are_refused() {
-        for bad in ["", "a/b", "..", ".", ".hidden", "a\0b", "ä", "a b", &"x".repeat(129)] {
+        for bad in [
+            "",
+            "a/b",
+            "..",
+            ".",
+            ".hidden",
+            "a\0b",
+            "ä",
+            "a b",
+            &"x".repeat(129),
+        ] {
             assert!(check(bad).is_err(), "{bad:?}");
         }
         for good in ["a", "llama-3.1_8B", &"x".repeat(128)] {

@@ -1,0 +1,4 @@
+//! The operator's tool.
+#![forbid(unsafe_code)]
+
+fn main() {}

@@ -1,0 +1,2 @@
+//! The client library.
+#![forbid(unsafe_code)]

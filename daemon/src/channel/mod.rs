@@ -1,0 +1,3 @@
+//! The descriptor channel: one-time tickets, and the socket where they are redeemed.
+
+pub mod ticket;

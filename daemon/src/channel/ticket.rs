@@ -1,0 +1,223 @@
+//! One-time tickets that stand for descriptors, bound to the peer they were made for.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    os::fd::OwnedFd,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use flextensord_device::process::Peer;
+
+/// How long a ticket may wait to be redeemed.
+const LIFETIME: Duration = Duration::from_secs(60);
+/// Most tickets of one user that wait at a time: each keeps a descriptor open.
+const USER_LIMIT: usize = 1024;
+
+/// Why a ticket is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum TicketError {
+    /// There is no such ticket for this peer.
+    #[error("ticket is unknown, spent, expired or another process's")]
+    Unknown,
+    /// It stands for something else than what was asked.
+    #[error("ticket stands for another kind of object")]
+    Kind,
+    /// Too many wait.
+    #[error("user {uid} has {limit} tickets waiting, the limit")]
+    TooMany {
+        /// The user.
+        uid: u32,
+        /// The limit.
+        limit: usize,
+    },
+    /// The system has no random numbers.
+    #[error("no random numbers for a ticket")]
+    Random,
+}
+
+/// A descriptor that the daemon gives away.
+#[derive(Debug)]
+pub struct Gift {
+    /// The descriptor.
+    pub descriptor: OwnedFd,
+    /// Bytes of the object behind it; 0 where that has no meaning.
+    pub bytes: u64,
+}
+
+/// A file that a client handed over.
+#[derive(Debug)]
+pub struct OfferedFile {
+    /// Its plain name.
+    pub name: String,
+    /// Open for reading, a regular file.
+    pub file: File,
+}
+
+#[derive(Debug)]
+enum Item {
+    Gift(Gift),
+    File(OfferedFile),
+}
+
+#[derive(Debug)]
+struct Entry {
+    peer: Peer,
+    item: Item,
+    expires: Instant,
+}
+
+/// All tickets that wait.
+#[derive(Debug, Default)]
+pub struct Tickets {
+    waiting: Mutex<HashMap<[u8; 16], Entry>>,
+}
+
+impl Tickets {
+    /// A ticket for a descriptor that `peer` may take.
+    ///
+    /// # Errors
+    /// When too many wait.
+    pub fn give(&self, peer: Peer, gift: Gift) -> Result<Vec<u8>, TicketError> {
+        self.add(peer, Item::Gift(gift))
+    }
+
+    /// A ticket for a file that `peer` handed over.
+    ///
+    /// # Errors
+    /// When too many wait.
+    pub fn offer(&self, peer: Peer, file: OfferedFile) -> Result<Vec<u8>, TicketError> {
+        self.add(peer, Item::File(file))
+    }
+
+    /// Redeems a ticket for a descriptor.
+    ///
+    /// # Errors
+    /// When it is not this peer's, or stands for a file (it is spent then).
+    pub fn redeem(&self, peer: Peer, ticket: &[u8]) -> Result<Gift, TicketError> {
+        match self.take(peer, ticket)? {
+            Item::Gift(gift) => Ok(gift),
+            Item::File(_) => Err(TicketError::Kind),
+        }
+    }
+
+    /// Redeems a ticket for a file.
+    ///
+    /// # Errors
+    /// When it is not this peer's, or stands for a descriptor (it is spent then).
+    pub fn collect(&self, peer: Peer, ticket: &[u8]) -> Result<OfferedFile, TicketError> {
+        match self.take(peer, ticket)? {
+            Item::File(file) => Ok(file),
+            Item::Gift(_) => Err(TicketError::Kind),
+        }
+    }
+
+    /// Drops what was not redeemed in time.
+    pub fn expire(&self) {
+        let now = Instant::now();
+        self.waiting().retain(|_, entry| entry.expires > now);
+    }
+
+    /// Number of tickets that wait.
+    pub fn count(&self) -> usize {
+        self.waiting().len()
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, HashMap<[u8; 16], Entry>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, peer: Peer, item: Item) -> Result<Vec<u8>, TicketError> {
+        self.expire();
+        let mut key = [0; 16];
+        getrandom::fill(&mut key).map_err(|_| TicketError::Random)?;
+        let mut waiting = self.waiting();
+        if waiting
+            .values()
+            .filter(|entry| entry.peer.uid == peer.uid)
+            .count()
+            >= USER_LIMIT
+        {
+            return Err(TicketError::TooMany {
+                uid: peer.uid,
+                limit: USER_LIMIT,
+            });
+        }
+        waiting.insert(
+            key,
+            Entry {
+                peer,
+                item,
+                expires: Instant::now() + LIFETIME,
+            },
+        );
+        Ok(key.to_vec())
+    }
+
+    fn take(&self, peer: Peer, ticket: &[u8]) -> Result<Item, TicketError> {
+        let key: [u8; 16] = ticket.try_into().map_err(|_| TicketError::Unknown)?;
+        let mut waiting = self.waiting();
+        let entry = waiting.get(&key).ok_or(TicketError::Unknown)?;
+        if (entry.peer.uid, entry.peer.pid) != (peer.uid, peer.pid)
+            || entry.expires <= Instant::now()
+        {
+            return Err(TicketError::Unknown);
+        }
+        waiting
+            .remove(&key)
+            .map(|entry| entry.item)
+            .ok_or(TicketError::Unknown)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PEER: Peer = Peer {
+        uid: 1,
+        gid: 1,
+        pid: 10,
+    };
+
+    fn gift() -> Gift {
+        Gift {
+            descriptor: tempfile::tempfile().unwrap().into(),
+            bytes: 3,
+        }
+    }
+
+    #[test]
+    fn a_ticket_works_once_and_only_for_its_peer() {
+        let tickets = Tickets::default();
+        let ticket = tickets.give(PEER, gift()).unwrap();
+        let other = Peer { pid: 11, ..PEER };
+        assert_eq!(
+            tickets.redeem(other, &ticket).unwrap_err(),
+            TicketError::Unknown
+        );
+        assert_eq!(tickets.redeem(PEER, &ticket).unwrap().bytes, 3);
+        assert_eq!(
+            tickets.redeem(PEER, &ticket).unwrap_err(),
+            TicketError::Unknown
+        );
+        assert_eq!(
+            tickets.redeem(PEER, b"short").unwrap_err(),
+            TicketError::Unknown
+        );
+    }
+
+    #[test]
+    fn a_user_cannot_pile_tickets_up() {
+        let tickets = Tickets::default();
+        for _ in 0..USER_LIMIT {
+            tickets.give(PEER, gift()).unwrap();
+        }
+        assert!(matches!(
+            tickets.give(PEER, gift()),
+            Err(TicketError::TooMany { uid: 1, .. })
+        ));
+        assert!(tickets.give(Peer { uid: 2, ..PEER }, gift()).is_ok());
+    }
+}

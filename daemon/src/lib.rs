@@ -1,0 +1,23 @@
+//! flextensord: a daemon that owns the weights of large models on a node.
+//!
+//! Rooms, by noun of the domain (see `docs/architecture.md`):
+//! - [`configuration`]: flags, environment and file, checked before anything is bound;
+//! - [`weights`]: segments, identity, loading;
+//! - [`managers`]: ownership, leases, phases, holds;
+//! - [`plan`]: what stays, what streams, where: pure;
+//! - [`transfer`]: device memory and the engine that fills it;
+//! - [`channel`]: the descriptor channel and its tickets;
+//! - [`service`]: gRPC to the domain and back;
+//! - [`lifecycle`]: instance lock, start, phases, drain;
+//! - [`doctor`]: what is wrong with this machine.
+#![forbid(unsafe_code)]
+
+pub mod channel;
+pub mod configuration;
+pub mod doctor;
+pub mod lifecycle;
+pub mod managers;
+pub mod plan;
+pub mod service;
+pub mod transfer;
+pub mod weights;

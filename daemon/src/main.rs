@@ -1,0 +1,4 @@
+//! The daemon's binary.
+#![forbid(unsafe_code)]
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! gRPC to the domain and back.
+
+pub mod caller;

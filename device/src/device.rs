@@ -1,0 +1,186 @@
+//! What a device must do for the daemon: own memory that clients can map, and copy
+//! segments' bytes into it in order.
+
+use std::{fmt, os::fd::OwnedFd, sync::Arc};
+
+use flextensord_proto::layout::LABEL_BYTES;
+
+use crate::{
+    control::ControlPage,
+    doorbell::Doorbell,
+    kernel::KernelError,
+    mapping::{Mapping, RangeError},
+};
+
+/// What went wrong on a device.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// The device has too little memory left.
+    #[error("device {device} has {free} of {total} bytes free, {wanted} are wanted")]
+    Exhausted {
+        /// The device's name.
+        device: String,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes in all.
+        total: u64,
+    },
+    /// The memory is of another device.
+    #[error("a copy into memory of another device")]
+    ForeignMemory,
+    /// The queue has ended: the device is being closed.
+    #[error("the copy queue of device {device} has ended")]
+    Ended {
+        /// The device's name.
+        device: String,
+    },
+    /// A range does not lie where it should.
+    #[error(transparent)]
+    Range(#[from] RangeError),
+    /// A system call failed.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+}
+
+/// What a device is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// "cpu:0" for example.
+    pub name: String,
+    /// Names the device on every machine and in every process.
+    pub uuid: String,
+    /// "cpu" or "cuda".
+    pub kind: &'static str,
+    /// Memory that may be allocated, in bytes.
+    pub total_bytes: u64,
+    /// Bandwidth that copies are held to, in bytes per second; `None` when it is the
+    /// hardware's own.
+    pub link_limit: Option<u64>,
+    /// Whether a client that changes a slot word can ring the doorbell. Where the GPU
+    /// changes it, it cannot, and the engine must look often.
+    pub clients_can_ring: bool,
+}
+
+/// Names an allocation: stands at its begin, so that a successor knows what it maps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Label {
+    /// The daemon's instance.
+    pub instance: String,
+    /// Unique within the instance.
+    pub allocation: u64,
+    /// Unguessable.
+    pub random: [u8; 16],
+}
+
+/// First bytes of a label.
+const LABEL_MAGIC: &[u8; 8] = b"FTLABEL1";
+
+impl Label {
+    /// The label's 256 bytes: magic, allocation id (8), random value (16), length of
+    /// the instance's name (1), the name, zeros.
+    #[must_use]
+    pub fn encode(&self) -> [u8; LABEL_BYTES as usize] {
+        let mut bytes = [0; LABEL_BYTES as usize];
+        bytes[..8].copy_from_slice(LABEL_MAGIC);
+        bytes[8..16].copy_from_slice(&self.allocation.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.random);
+        let name = self.instance.as_bytes();
+        // instance names have at most 128 bytes; a longer one would be cut here
+        let length = name.len().min(bytes.len() - 33);
+        bytes[32] = u8::try_from(length).unwrap_or(u8::MAX);
+        bytes[33..33 + length].copy_from_slice(&name[..length]);
+        bytes
+    }
+}
+
+/// A range of a segment, to copy from.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// The segment's mapping, kept alive by the copy.
+    pub segment: Arc<Mapping>,
+    /// First byte.
+    pub offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+}
+
+/// What to write into a slot word once a copy has arrived.
+#[derive(Debug, Clone)]
+pub struct Publish {
+    /// The page that holds the word, kept alive by the copy.
+    pub control: Arc<ControlPage>,
+    /// The part.
+    pub part: u32,
+    /// The sequence of the copy.
+    pub sequence: u32,
+}
+
+/// Counts copies of a device's queue in the order of their submission; the first is 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Ticket(pub u64);
+
+/// Memory of a device, freed on drop (of the last clone, by the kernel or driver when
+/// the last process has closed it).
+pub trait Memory: Send + Sync + fmt::Debug {
+    /// Bytes allocated, label included.
+    fn bytes(&self) -> u64;
+
+    /// A descriptor that lets another process map the memory read-only.
+    ///
+    /// # Errors
+    /// When the kernel or driver refuses.
+    fn export(&self) -> Result<OwnedFd, DeviceError>;
+
+    /// Whether another process still has a descriptor or mapping of it; `None` when
+    /// that cannot be told.
+    fn held_elsewhere(&self) -> Option<bool>;
+
+    /// Queues a copy to `offset` behind all copies that were queued before, and then the
+    /// publication. Does not wait.
+    ///
+    /// # Errors
+    /// When a range is wrong or the device has ended; nothing is queued then.
+    fn fill(
+        &self,
+        offset: u64,
+        source: Source,
+        publish: Option<Publish>,
+    ) -> Result<Ticket, DeviceError>;
+
+    /// Overwrites a range with `byte`, now. For tests that prove that nobody reads what
+    /// was given back.
+    ///
+    /// # Errors
+    /// When the range is wrong.
+    fn poison(&self, offset: u64, bytes: u64, byte: u8) -> Result<(), DeviceError>;
+}
+
+/// A device: its memory and its one queue of copies.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// What it is.
+    fn info(&self) -> &DeviceInfo;
+
+    /// Bytes that can be allocated now, by the device's own count.
+    fn free_bytes(&self) -> u64;
+
+    /// Allocates `bytes` bytes and writes the label at their begin.
+    ///
+    /// # Errors
+    /// [`DeviceError::Exhausted`] when there is too little.
+    fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError>;
+
+    /// The last copy that has arrived and is published; all before it have too.
+    fn completed(&self) -> Ticket;
+
+    /// Bytes queued and not yet copied.
+    fn queued_bytes(&self) -> u64;
+
+    /// Copies that could not be published since the device was made: a client had
+    /// changed the slot word against the protocol.
+    fn failed_publications(&self) -> u64;
+
+    /// Rings whenever a copy has completed.
+    fn completion_bell(&self) -> &Arc<Doorbell>;
+}

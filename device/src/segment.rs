@@ -1,0 +1,284 @@
+//! Segments: POSIX shared memory objects that hold the bytes of weight sets.
+//!
+//! A segment is built under a temporary name with mode 0600 and its pages reserved,
+//! filled by its one maker, then set to 0400 and renamed: a visible segment is
+//! always complete. The kernel has no seals for named shared memory, so against the
+//! daemon's own user and root a segment rests on trust.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use nix::sys::statvfs::statvfs;
+use rustix::fs::FallocateFlags;
+
+use crate::{
+    kernel::KernelError,
+    mapping::{Access, Mapping, RangeError},
+    memfd,
+};
+
+/// Why a segment cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum SegmentError {
+    /// The file system has no room.
+    #[error(
+        "shared memory at {} has {free} bytes free, {wanted} are wanted; enlarge it \
+         (mount -o remount,size=…, docker run --shm-size=…) or drop weight sets", directory.display()
+    )]
+    Full {
+        /// Bytes of the segment.
+        wanted: u64,
+        /// Bytes free in the file system.
+        free: u64,
+        /// Where it is mounted.
+        directory: PathBuf,
+    },
+    /// The size is none that can be mapped.
+    #[error("a segment of {bytes} bytes cannot be mapped")]
+    Size {
+        /// The size asked for.
+        bytes: u64,
+    },
+    /// A system call failed.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+}
+
+/// Bytes free for this user in the file system of `directory`.
+///
+/// # Errors
+/// When the directory cannot be looked at.
+pub fn free_bytes(directory: &Path) -> Result<u64, KernelError> {
+    let figures = statvfs(directory)
+        .map_err(|e| KernelError::new(format!("look at {}", directory.display()), e))?;
+    Ok(figures
+        .blocks_available()
+        .saturating_mul(figures.fragment_size()))
+}
+
+/// A segment under construction; dropped before [`SegmentBuilder::publish`] it leaves
+/// nothing behind.
+#[derive(Debug)]
+pub struct SegmentBuilder {
+    file: File,
+    mapping: Mapping,
+    temporary: TemporaryName,
+    target: PathBuf,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+struct TemporaryName(Option<PathBuf>);
+
+impl Drop for TemporaryName {
+    fn drop(&mut self) {
+        if let Some(path) = self.0.take() {
+            // it may have been removed from outside; there is nothing left to undo
+            let _: io::Result<()> = fs::remove_file(path);
+        }
+    }
+}
+
+impl SegmentBuilder {
+    /// Reserves `bytes` bytes for the segment `name` in `directory`.
+    ///
+    /// # Errors
+    /// [`SegmentError::Full`] when the file system has too little room; nothing is
+    /// left behind then.
+    pub fn new(directory: &Path, name: &str, bytes: u64) -> Result<Self, SegmentError> {
+        let size = usize::try_from(bytes)
+            .ok()
+            .filter(|size| *size > 0 && isize::try_from(*size).is_ok())
+            .ok_or(SegmentError::Size { bytes })?;
+        let target = directory.join(name);
+        let path = directory.join(format!("{name}.new"));
+        let operation = || format!("create {}", path.display());
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW)
+            .open(&path)
+            .map_err(|e| KernelError::new(operation(), e))?;
+        let temporary = TemporaryName(Some(path.clone()));
+        let free = free_bytes(directory)?;
+        let full = || SegmentError::Full {
+            wanted: bytes,
+            free,
+            directory: directory.to_owned(),
+        };
+        // fallocate of a size far beyond the file system would first take all there is
+        if bytes > free {
+            return Err(full());
+        }
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(|e| match e {
+            rustix::io::Errno::NOSPC | rustix::io::Errno::NOMEM => full(),
+            e => {
+                KernelError::new(format!("reserve {bytes} bytes for {}", path.display()), e).into()
+            }
+        })?;
+        let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
+        Ok(Self {
+            file,
+            mapping,
+            temporary,
+            target,
+            bytes,
+        })
+    }
+
+    /// The bytes to fill. The pages are reserved and read as zero.
+    ///
+    /// # Errors
+    /// Never for a builder made by [`SegmentBuilder::new`].
+    pub fn bytes_mut(&mut self) -> Result<&mut [u8], RangeError> {
+        self.mapping.exclusive()
+    }
+
+    /// Makes the segment read-only and visible under its name.
+    ///
+    /// # Errors
+    /// When the kernel refuses; nothing is left behind then.
+    pub fn publish(mut self) -> Result<Segment, KernelError> {
+        let operation = || format!("publish {}", self.target.display());
+        self.file
+            .set_permissions(fs::Permissions::from_mode(0o400))
+            .map_err(|e| KernelError::new(operation(), e))?;
+        let inode = self
+            .file
+            .metadata()
+            .map_err(|e| KernelError::new(operation(), e))?
+            .ino();
+        if let Some(path) = &self.temporary.0 {
+            fs::rename(path, &self.target).map_err(|e| KernelError::new(operation(), e))?;
+        }
+        self.temporary.0 = None;
+        Ok(Segment {
+            file: self.file.into(),
+            mapping: Arc::new(self.mapping),
+            path: self.target,
+            inode,
+            bytes: self.bytes,
+        })
+    }
+}
+
+/// A complete segment. Dropping it removes the name, if that is still its own; the
+/// memory goes when the last process has unmapped it.
+#[derive(Debug)]
+pub struct Segment {
+    file: OwnedFd,
+    mapping: Arc<Mapping>,
+    path: PathBuf,
+    inode: u64,
+    bytes: u64,
+}
+
+impl Segment {
+    /// The daemon's mapping of it.
+    #[must_use]
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    /// Bytes that were asked for.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where it is visible.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A read-only descriptor of it, to give away.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn export(&self) -> Result<OwnedFd, KernelError> {
+        memfd::reopen(self.file.as_fd(), false)
+    }
+
+    /// Whether its name is gone, or names another file.
+    #[must_use]
+    pub fn is_unlinked(&self) -> bool {
+        !fs::symlink_metadata(&self.path).is_ok_and(|found| found.ino() == self.inode)
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        if !self.is_unlinked() {
+            // a failure leaves a name that the next start reaps under the lock
+            let _: io::Result<()> = fs::remove_file(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_published_segment_is_complete_read_only_and_gone_after_drop() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut builder = SegmentBuilder::new(directory.path(), "s", 5000).unwrap();
+        assert!(!directory.path().join("s").exists());
+        builder.bytes_mut().unwrap()[4999] = 7;
+        let segment = builder.publish().unwrap();
+        let seen = fs::metadata(directory.path().join("s")).unwrap();
+        assert_eq!(seen.permissions().mode() & 0o777, 0o400);
+        assert_eq!(seen.len(), 5000);
+        let given = segment.export().unwrap();
+        assert!(Mapping::new(given.as_fd(), 5000, Access::ReadWrite).is_err());
+        let theirs = Mapping::new(given.as_fd(), 5000, Access::Read).unwrap();
+        drop(segment);
+        assert!(theirs.equals(4999, &[7]).unwrap());
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn an_abandoned_builder_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        drop(SegmentBuilder::new(directory.path(), "s", 4096).unwrap());
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_system_without_room_is_an_error_with_figures_and_nothing_is_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = SegmentBuilder::new(directory.path(), "s", 1 << 60).unwrap_err();
+        assert!(matches!(error, SegmentError::Full { wanted, .. } if wanted == 1 << 60));
+        assert!(matches!(
+            SegmentBuilder::new(directory.path(), "s", 0),
+            Err(SegmentError::Size { bytes: 0 })
+        ));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn another_file_under_the_name_is_noticed_and_never_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let segment = SegmentBuilder::new(directory.path(), "s", 4096)
+            .unwrap()
+            .publish()
+            .unwrap();
+        assert!(!segment.is_unlinked());
+        fs::remove_file(segment.path()).unwrap();
+        fs::write(segment.path(), b"other").unwrap();
+        assert!(segment.is_unlinked());
+        drop(segment);
+        assert_eq!(fs::read(directory.path().join("s")).unwrap(), b"other");
+    }
+}
