@@ -30,7 +30,8 @@ pub struct Input {
 }
 
 /// Where a part lies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Place {
     /// It has no bytes, or stands in no use: it needs no place.
     Nowhere,
@@ -73,6 +74,8 @@ pub struct Plan {
     pub resident_bytes: u64,
     /// Bytes that one pass moves over the link.
     pub streamed_bytes: u64,
+    /// The least budget for which there is a plan.
+    pub least_feasible: u64,
 }
 
 impl Plan {

@@ -67,7 +67,7 @@ pub fn plan(input: &Input) -> Result<Plan, PlanError> {
         }
     }
     match best {
-        Some((_, choice)) => build(input, &residence, choice).ok_or(PlanError::Infeasible {
+        Some((_, choice)) => build(input, &residence, choice, least).ok_or(PlanError::Infeasible {
             budget: input.budget,
             least,
         }),
@@ -171,7 +171,7 @@ fn blocks(input: &Input, residents: &[u32]) -> Vec<Block> {
     blocks
 }
 
-fn build(input: &Input, residence: &[u32], choice: Choice) -> Option<Plan> {
+fn build(input: &Input, residence: &[u32], choice: Choice, least: u64) -> Option<Plan> {
     let residents = &residence[..choice.residents];
     let streams = streams(input, residents);
     let blocks = blocks(input, residents);

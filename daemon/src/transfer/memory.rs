@@ -172,17 +172,21 @@ impl DeviceMemory {
         });
     }
 
-    /// Frees what no process holds any more. Returns whether something still waits.
-    pub fn sweep(&self) -> bool {
+    /// Whether memory or pages of ended leases wait for their last holder.
+    #[must_use]
+    pub fn reclaiming(&self) -> bool {
+        !self.retired().is_empty()
+    }
+
+    /// Frees what no process holds any more.
+    pub fn sweep(&self) {
         let mut retired = self.retired();
         let (free, held) = retired.drain(..).partition(Retired::is_free);
         *retired = held;
-        let waits = !retired.is_empty();
         drop(retired);
         // freed outside the lock: it may take long
         let free: Vec<Retired> = free;
         drop(free);
-        waits
     }
 
     fn retire(&self, retired: Retired) {

@@ -1,5 +1,6 @@
 //! Device memory, and the engine that fills it.
 //!
+//! - [`managed`]: a device with all that is kept for it;
 //! - [`memory`]: one device's memory: grants, allocations, what waits for its last
 //!   holder;
 //! - [`residents`]: blocks of residents, shared between managers of one user;
@@ -9,6 +10,7 @@
 
 pub mod counters;
 pub mod engine;
+pub mod managed;
 pub mod memory;
 pub mod residents;
 pub mod stream;
