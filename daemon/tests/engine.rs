@@ -39,7 +39,7 @@ struct Setting {
 fn setting(link: Option<u64>) -> Setting {
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new("t", 0, 1 << 28, link).unwrap());
     let notice = Arc::new(NoticePage::create(1).unwrap());
-    let engine = Engine::start(0, Arc::clone(&device), notice, Arc::default()).unwrap();
+    let engine = Engine::start(0, Arc::clone(&device), notice).unwrap();
     let directory = tempfile::tempdir().unwrap();
     Setting {
         engine,

@@ -3,7 +3,7 @@
 
 use std::sync::{
     Arc,
-    atomic::Ordering::{Relaxed, SeqCst},
+    atomic::Ordering::SeqCst,
 };
 
 use flextensord_device::{
@@ -143,8 +143,7 @@ fn prepare(
     let requests = block_requests(manager.owner.uid, &set, &structure, &plan);
     let mut given = manager.device.residents.get(&requests, plan.ring_bytes)?;
     let filled = plan.resident_bytes - given.shared_bytes;
-    manager.counters.resident_fill_bytes.fetch_add(filled, Relaxed);
-    manager.device.counters.resident_fill_bytes.fetch_add(filled, Relaxed);
+    manager.counters.count(|counters| &counters.resident_fill_bytes, filled);
     let ring: Option<Allocation> = match plan.ring_bytes {
         0 => None,
         bytes => Some(given.reservation.allocate(bytes)?),

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     state::StateDirectory,
-    transfer::{counters::now_ms, managed::ManagedDevice},
+    transfer::{counters::{Counters, now_ms}, managed::ManagedDevice},
     weights::registry::WeightStore,
 };
 
@@ -326,10 +326,10 @@ impl Managers {
             lease_epoch: number,
             open_id: request.request_id.clone(),
             client: request.client.clone(),
+            counters: Arc::new(Counters::under(Arc::clone(&device.counters))),
             device,
             link_weight: request.link_weight,
             doorbell: Arc::new(Doorbell::new()?),
-            counters: Arc::default(),
             passes: AtomicU64::new(0),
             waited_ns: AtomicU64::new(0),
             holds: tokio::sync::Mutex::default(),

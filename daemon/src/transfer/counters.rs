@@ -1,13 +1,16 @@
 //! What was moved, and what a client waits for: written by the engine, read by Status.
 
 use std::{
-    sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+    },
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use flextensord_proto::layout::WANT_NONE;
 
-/// Counters of one manager.
+/// Counters of one manager, or of one device for all its managers.
 #[derive(Debug)]
 pub struct Counters {
     /// Bytes copied into the ring (counted when submitted).
@@ -22,6 +25,8 @@ pub struct Counters {
     pub parts_out_of_order: AtomicU64,
     /// Slot words found in a state that the protocol does not allow.
     pub protocol_violations: AtomicU64,
+    /// Where everything is counted once more.
+    total: Option<Arc<Counters>>,
     waits_for: AtomicU32,
     waits_since_ms: AtomicU64,
 }
@@ -35,6 +40,7 @@ impl Default for Counters {
             parts_revoked: AtomicU64::new(0),
             parts_out_of_order: AtomicU64::new(0),
             protocol_violations: AtomicU64::new(0),
+            total: None,
             waits_for: AtomicU32::new(WANT_NONE),
             waits_since_ms: AtomicU64::new(0),
         }
@@ -42,9 +48,18 @@ impl Default for Counters {
 }
 
 impl Counters {
-    /// Adds to a counter.
-    pub fn add(counter: &AtomicU64, amount: u64) {
-        counter.fetch_add(amount, Relaxed);
+    /// Counters whose figures are counted in `total` as well.
+    #[must_use]
+    pub fn under(total: Arc<Counters>) -> Self {
+        Self { total: Some(total), ..Self::default() }
+    }
+
+    /// Adds to the counter that `which` picks, here and in the total.
+    pub fn count(&self, which: impl Fn(&Self) -> &AtomicU64, amount: u64) {
+        which(self).fetch_add(amount, Relaxed);
+        if let Some(total) = &self.total {
+            which(total).fetch_add(amount, Relaxed);
+        }
     }
 
     /// Notes what `want` says, and since when.

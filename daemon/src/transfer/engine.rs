@@ -19,10 +19,7 @@ use flextensord_device::{
     notice::NoticePage,
 };
 
-use super::{
-    counters::Counters,
-    stream::{Stream, StreamSpec},
-};
+use super::stream::{Stream, StreamSpec};
 
 /// Most bytes queued on a device: a copy out of order waits for no more than that.
 const QUEUED_BYTES: u64 = 128 << 20;
@@ -60,7 +57,7 @@ pub struct Engine {
 
 impl Engine {
     /// Starts the engine of `device`, whose sleep word on the notice page is number
-    /// `index`; `total` counts what it moves for all managers.
+    /// `index`.
     ///
     /// # Errors
     /// When the thread or its doorbell cannot be made.
@@ -68,7 +65,6 @@ impl Engine {
         index: usize,
         device: Arc<dyn Device>,
         notice: Arc<NoticePage>,
-        total: Arc<Counters>,
     ) -> Result<Self, KernelError> {
         let (commands, inbox) = mpsc::channel();
         let bell = Arc::new(Doorbell::new()?);
@@ -76,7 +72,6 @@ impl Engine {
         let work = Work {
             index,
             notice,
-            total,
             inbox,
             bell: Arc::clone(&bell),
             asleep: Arc::clone(&asleep),
@@ -157,7 +152,6 @@ struct Work {
     index: usize,
     device: Arc<dyn Device>,
     notice: Arc<NoticePage>,
-    total: Arc<Counters>,
     inbox: mpsc::Receiver<Command>,
     bell: Arc<Doorbell>,
     asleep: Arc<AtomicBool>,
@@ -276,7 +270,6 @@ impl Work {
             match turn.stream.step() {
                 Ok(Some(bytes)) => {
                     turn.active = true;
-                    Counters::add(&self.total.streamed_bytes, bytes);
                     self.clock = turn.served;
                     turn.served += bytes.max(4096) / u64::from(turn.stream.spec.weight.max(1));
                     return true;

@@ -37,10 +37,9 @@ impl ManagedDevice {
         device: Arc<dyn Device>,
         notice: Arc<NoticePage>,
     ) -> Result<Self, KernelError> {
-        let counters = Arc::new(Counters::default());
-        let engine = Engine::start(index, Arc::clone(&device), notice, Arc::clone(&counters))?;
+        let engine = Engine::start(index, Arc::clone(&device), notice)?;
         let memory = DeviceMemory::new(instance, generation, device);
-        Ok(Self { index, residents: Residents::new(Arc::clone(&memory)), memory, engine, counters })
+        Ok(Self { index, residents: Residents::new(Arc::clone(&memory)), memory, engine, counters: Arc::default() })
     }
 
     /// What the device is.

@@ -220,9 +220,9 @@ impl Stream {
             ..pending
         });
         if whole {
-            Counters::add(&self.spec.counters.parts_filled, 1);
+            self.spec.counters.count(|c| &c.parts_filled, 1);
         }
-        Counters::add(&self.spec.counters.streamed_bytes, bytes);
+        self.spec.counters.count(|c| &c.streamed_bytes, bytes);
         Ok(bytes)
     }
 
@@ -289,7 +289,7 @@ impl Stream {
                 revoked.push(other);
             }
         }
-        Counters::add(&self.spec.counters.parts_revoked, revoked.len() as u64);
+        self.spec.counters.count(|c| &c.parts_revoked, revoked.len() as u64);
         // revoked, not taken: they tell nothing of where the client is
         self.window.retain(|position| {
             let part = self.spec.order[*position];
@@ -302,7 +302,7 @@ impl Stream {
         }
         let position = self.next_position(part)?;
         if position != self.cursor {
-            Counters::add(&self.spec.counters.parts_out_of_order, 1);
+            self.spec.counters.count(|c| &c.parts_out_of_order, 1);
         }
         // what was filled ahead was skipped: it counts again when the cursor meets it
         for position in self.window.drain(..) {
@@ -380,7 +380,7 @@ impl Stream {
 
     fn note_foreign(&mut self, part: u32) {
         if !std::mem::replace(&mut self.foreign[part as usize], true) {
-            Counters::add(&self.spec.counters.protocol_violations, 1);
+            self.spec.counters.count(|c| &c.protocol_violations, 1);
         }
     }
 }
