@@ -179,7 +179,7 @@ fn block_requests(
     structure: &Structure,
     plan: &Plan,
 ) -> Vec<BlockRequest> {
-    let Some(segment) = set.segment() else { return Vec::new() };
+    let segment = set.segment();
     let offset = |part: u32| match plan.places.get(part as usize) {
         Some(Place::Resident { offset, .. }) => *offset,
         _ => 0,
@@ -253,9 +253,8 @@ fn install(
         return Err(ManagerError::LeaseLost);
     }
     *slot = Some(Arc::clone(model));
-    if let (Some(journal), Some(ring), Some(segment)) =
-        (journal, &model.ring, model.attachment.set().segment())
-    {
+    if let (Some(journal), Some(ring)) = (journal, &model.ring) {
+        let segment = model.attachment.set().segment();
         manager.device.engine.attach(StreamSpec {
             manager: manager.id,
             weight: manager.link_weight,

@@ -26,7 +26,7 @@ use super::{
     weights::weight_set_message,
 };
 use crate::{
-    lifecycle::phase::Phase,
+    lifecycle::phase::Life,
     managers::{error::ManagerError, manager::Manager, registry::Managers},
     plan::Place,
     transfer::{counters::Counters, managed::ManagedDevice},
@@ -45,8 +45,8 @@ pub struct AdminService {
     pub daemon_uid: u32,
     /// When the daemon started.
     pub started: Instant,
-    /// The daemon's phase.
-    pub phase: watch::Receiver<Phase>,
+    /// The daemon's life cycle.
+    pub life: Life,
     /// Asks the daemon to drain, within a time.
     pub drain: watch::Sender<Option<Duration>>,
     /// How long a drain may take when nobody says.
@@ -81,7 +81,7 @@ impl AdminService {
             instance: self.instance.clone(),
             pid: std::process::id(),
             daemon_generation: self.generation,
-            phase: self.phase.borrow().as_str().to_owned(),
+            phase: self.life.phase().name().to_owned(),
             uptime_ms: millis(self.started.elapsed()),
             protocol_lowest,
             protocol_highest,

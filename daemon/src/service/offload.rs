@@ -69,8 +69,8 @@ impl OffloadService {
     fn opened(&self, peer: Peer, lease: &OpenLease, protocol: u32) -> Result<Opened, Failure> {
         let manager = &lease.manager;
         let gift = |descriptor, bytes| Gift { descriptor, bytes, manager: Some(manager.id) };
-        let notice = self.notice.export().map_err(request::kernel)?;
-        let doorbell = manager.doorbell.export().map_err(request::kernel)?;
+        let notice = self.notice.export()?;
+        let doorbell = manager.doorbell.export()?;
         let engine = u32::try_from(manager.device.index).unwrap_or(u32::MAX);
         Ok(Opened {
             name: manager.name.clone(),

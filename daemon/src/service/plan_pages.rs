@@ -7,7 +7,7 @@ use flextensord_proto::{
 };
 use prost::Message as _;
 
-use super::{request, weights::tensor_message};
+use super::weights::tensor_message;
 use crate::{
     channel::ticket::{Gift, Tickets},
     managers::{manager::Manager, model::Model},
@@ -73,7 +73,7 @@ fn memory(
         let bytes = allocation.memory.bytes();
         let ticket = match tickets {
             Some(_) => {
-                let descriptor = allocation.memory.export().map_err(request::device)?;
+                let descriptor = allocation.memory.export()?;
                 ticket(Gift { descriptor, bytes, manager: Some(manager.id) })?
             }
             None => Vec::new(),
@@ -91,7 +91,7 @@ fn memory(
     let control_bytes = flextensord_proto::layout::control_bytes(parts) as u64;
     let control_ticket = match tickets {
         Some(_) => {
-            let descriptor = model.control.export().map_err(request::kernel)?;
+            let descriptor = model.control.export()?;
             ticket(Gift { descriptor, bytes: control_bytes, manager: Some(manager.id) })?
         }
         None => Vec::new(),

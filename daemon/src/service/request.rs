@@ -1,6 +1,5 @@
 //! Checks that all requests share.
 
-use flextensord_device::{device::DeviceError, kernel::KernelError};
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     limit, name,
@@ -39,18 +38,6 @@ pub fn qualified(field_name: &str, value: &str) -> Result<(), Failure> {
 #[must_use]
 pub fn cut(value: &str) -> String {
     value.chars().take(128).collect()
-}
-
-/// A system call that failed on behalf of a request.
-#[must_use]
-pub fn kernel(error: KernelError) -> Failure {
-    Failure::new(Kind::Kernel, Origin::Kernel, error.to_string())
-}
-
-/// A device that failed on behalf of a request.
-#[must_use]
-pub fn device(error: DeviceError) -> Failure {
-    Failure::new(Kind::Device, Origin::Driver, error.to_string())
 }
 
 /// A worker thread that ended without an answer.
