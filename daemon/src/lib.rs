@@ -3,6 +3,7 @@
 //! Rooms, by noun of the domain (see `docs/architecture.md`):
 //! - [`configuration`]: flags, environment and file, checked before anything is bound;
 //! - [`weights`]: segments, identity, loading;
+//! - [`state`]: what a successor needs;
 //! - [`managers`]: ownership, leases, phases, holds;
 //! - [`plan`]: what stays, what streams, where: pure;
 //! - [`transfer`]: device memory and the engine that fills it;
@@ -21,5 +22,6 @@ pub mod lifecycle;
 pub mod managers;
 pub mod plan;
 pub mod service;
+pub mod state;
 pub mod transfer;
 pub mod weights;
