@@ -5,7 +5,8 @@
 //! - [`control`], [`notice`], [`journal`]: the pages of the hand-over protocol;
 //! - [`handover`]: the protocol itself, pure, over any memory;
 //! - [`doorbell`], [`futex`]: waking;
-//! - [`process`], [`descriptor`]: who a peer is, and handing descriptors over;
+//! - [`process`], [`descriptor`], [`readiness`]: who a peer is, handing descriptors over,
+//!   waiting for them;
 //! - [`device`]: what a device must do; [`cpu`]: a device in host memory.
 //!
 //! It depends on `flextensord-proto` for layouts alone.
@@ -23,4 +24,5 @@ pub mod mapping;
 pub mod memfd;
 pub mod notice;
 pub mod process;
+pub mod readiness;
 pub mod segment;

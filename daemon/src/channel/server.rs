@@ -10,6 +10,7 @@ use std::{
 use flextensord_device::{
     descriptor,
     process::{self, Peer},
+    readiness::Watched,
 };
 use flextensord_proto::{
     limit, name, negotiate,
@@ -19,7 +20,7 @@ use flextensord_proto::{
     },
 };
 use prost::Message as _;
-use tokio::{io::unix::AsyncFd, sync::Semaphore};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use super::ticket::{OfferedFile, Tickets};
@@ -45,12 +46,12 @@ impl ChannelServer {
     /// # Errors
     /// When the listener cannot be watched.
     pub async fn serve(self, listener: OwnedFd, stop: CancellationToken) -> io::Result<()> {
-        let listener = AsyncFd::new(listener)?;
+        let listener = Watched::new(listener)?;
         let room = Arc::new(Semaphore::new(CONNECTIONS));
         loop {
             let accepted = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                accepted = ready(&listener, |listener| descriptor::accept(listener)) => accepted,
+                accepted = listener.read(|listener| descriptor::accept(listener)) => accepted,
             };
             let connection = match accepted {
                 Ok(connection) => connection,
@@ -83,10 +84,10 @@ impl ChannelServer {
     /// Answers one peer until it is gone.
     async fn converse(&self, connection: OwnedFd) -> io::Result<()> {
         let peer = process::peer(connection.as_fd()).map_err(|error| error.source)?;
-        let connection = AsyncFd::new(connection)?;
+        let connection = Watched::new(connection)?;
         let mut served = HashSet::new();
         let outcome = loop {
-            let received = ready(&connection, |socket| descriptor::receive(socket)).await;
+            let received = connection.read(|socket| descriptor::receive(socket)).await;
             let (packet, descriptors) = match received {
                 Ok(received) => received,
                 Err(error) => break Err(error),
@@ -95,15 +96,22 @@ impl ChannelServer {
                 break Ok(());
             }
             let (answer, gift) = self.answer(peer, &packet, descriptors, &mut served);
-            let answer = ChannelAnswer { answer: Some(answer) }.encode_to_vec();
+            let answer = ChannelAnswer {
+                answer: Some(answer),
+            }
+            .encode_to_vec();
             let gifts: Vec<BorrowedFd<'_>> = gift.iter().map(|gift| gift.as_fd()).collect();
-            let sent = writable(&connection, |socket| descriptor::send(socket, &answer, &gifts));
+            let sent = connection.write(|socket| {
+                descriptor::send(socket, &answer, &gifts)
+            });
             if let Err(error) = sent.await {
                 break Err(error);
             }
         };
         if let Some(managers) = self.managers.upgrade() {
-            served.into_iter().for_each(|manager| managers.channel_closed(manager));
+            served
+                .into_iter()
+                .for_each(|manager| managers.channel_closed(manager));
         }
         outcome
     }
@@ -119,16 +127,23 @@ impl ChannelServer {
             Ok(Some(Request::Hello(hello))) => (self.welcome(&hello), None),
             Ok(Some(Request::Redeem(redeem))) => self.redeem(peer, &redeem, served),
             Ok(Some(Request::Offer(offer))) => (self.take(peer, &offer, descriptors), None),
-            Ok(None) => (refused("INVALID_ARGUMENT", "request is empty".to_owned()), None),
-            Err(error) => (refused("INVALID_ARGUMENT", format!("packet: {error}")), None),
+            Ok(None) => (
+                refused("INVALID_ARGUMENT", "request is empty".to_owned()),
+                None,
+            ),
+            Err(error) => (
+                refused("INVALID_ARGUMENT", format!("packet: {error}")),
+                None,
+            ),
         }
     }
 
     fn welcome(&self, hello: &Hello) -> Answer {
         match negotiate(hello.protocol, hello.protocol) {
-            Some(protocol) => {
-                Answer::Welcome(Welcome { protocol, daemon_generation: self.generation })
-            }
+            Some(protocol) => Answer::Welcome(Welcome {
+                protocol,
+                daemon_generation: self.generation,
+            }),
             None => refused(
                 "PROTOCOL_VERSION",
                 format!("protocol version {} is not spoken here", hello.protocol),
@@ -145,7 +160,10 @@ impl ChannelServer {
         match self.tickets.redeem(peer, &redeem.ticket) {
             Ok(gift) => {
                 served.extend(gift.manager);
-                (Answer::Redeemed(Redeemed { bytes: gift.bytes }), Some(gift.descriptor))
+                (
+                    Answer::Redeemed(Redeemed { bytes: gift.bytes }),
+                    Some(gift.descriptor),
+                )
             }
             Err(error) => (refused("NOT_FOUND", error.to_string()), None),
         }
@@ -165,7 +183,10 @@ impl ChannelServer {
             if let Err(error) = check_file(name, descriptor.as_fd()) {
                 return refused("INVALID_ARGUMENT", error);
             }
-            let file = OfferedFile { name: name.clone(), file: descriptor.into() };
+            let file = OfferedFile {
+                name: name.clone(),
+                file: descriptor.into(),
+            };
             match self.tickets.offer(peer, file) {
                 Ok(ticket) => tickets.push(ticket),
                 Err(error) => return refused("TOO_MANY", error.to_string()),
@@ -183,34 +204,15 @@ fn check_file(name: &str, descriptor: BorrowedFd<'_>) -> Result<(), String> {
     if descriptor::is_readable_regular_file(descriptor) {
         Ok(())
     } else {
-        Err(format!("file {name:?} is not a regular file open for reading"))
+        Err(format!(
+            "file {name:?} is not a regular file open for reading"
+        ))
     }
 }
 
 fn refused(kind: &str, message: String) -> Answer {
-    Answer::Refused(Refused { kind: kind.to_owned(), message })
-}
-
-async fn ready<T>(
-    socket: &AsyncFd<OwnedFd>,
-    mut attempt: impl FnMut(BorrowedFd<'_>) -> io::Result<T>,
-) -> io::Result<T> {
-    loop {
-        let mut guard = socket.readable().await?;
-        if let Ok(result) = guard.try_io(|socket| attempt(socket.get_ref().as_fd())) {
-            return result;
-        }
-    }
-}
-
-async fn writable<T>(
-    socket: &AsyncFd<OwnedFd>,
-    mut attempt: impl FnMut(BorrowedFd<'_>) -> io::Result<T>,
-) -> io::Result<T> {
-    loop {
-        let mut guard = socket.writable().await?;
-        if let Ok(result) = guard.try_io(|socket| attempt(socket.get_ref().as_fd())) {
-            return result;
-        }
-    }
+    Answer::Refused(Refused {
+        kind: kind.to_owned(),
+        message,
+    })
 }

@@ -88,8 +88,9 @@ pub async fn acquire(
         waited_ms: u64::try_from(begin.elapsed().as_millis()).unwrap_or(u64::MAX),
     };
     let first = layer.parts.first().copied().unwrap_or(0);
-    let mut holds =
-        timeout(limit, manager.holds.lock()).await.map_err(|_| late(first))?;
+    let mut holds = timeout(limit, manager.holds.lock())
+        .await
+        .map_err(|_| late(first))?;
     let streamed: Vec<u32> = layer
         .parts
         .iter()
@@ -103,7 +104,10 @@ pub async fn acquire(
         }
         if !take(model.control.as_ref(), part) {
             refuse_conflict(&model, layer, part)?;
-            taking.wait(part, deadline).await.map_err(|why| why.unwrap_or_else(|| late(part)))?;
+            taking
+                .wait(part, deadline)
+                .await
+                .map_err(|why| why.unwrap_or_else(|| late(part)))?;
         }
         taking.parts.push(part);
     }
@@ -125,7 +129,10 @@ pub async fn acquire(
 pub async fn release(manager: &Manager, hold: u64, keep: &[u32]) -> Result<(), ManagerError> {
     let model = manager.model()?;
     let mut holds = manager.holds.lock().await;
-    let parts = holds.held.get(&hold).ok_or(ManagerError::UnknownHold { hold })?;
+    let parts = holds
+        .held
+        .get(&hold)
+        .ok_or(ManagerError::UnknownHold { hold })?;
     if let Some(stranger) = keep.iter().find(|part| !parts.contains(part)) {
         return Err(ManagerError::Field {
             field: "keep_parts",
@@ -157,12 +164,19 @@ pub async fn release(manager: &Manager, hold: u64, keep: &[u32]) -> Result<(), M
 fn refuse_conflict(model: &Model, layer: &Layer, part: u32) -> Result<(), ManagerError> {
     let in_use = |part: u32| model.control.load(part).state() == Some(State::InUse);
     if in_use(part) {
-        return Err(ManagerError::HeldByFastPath { layer: layer.name.clone(), part });
+        return Err(ManagerError::HeldByFastPath {
+            layer: layer.name.clone(),
+            part,
+        });
     }
     let parts = u32::try_from(model.structure.parts.len()).unwrap_or(u32::MAX);
     let held = (0..parts).find(|other| model.overlap(part, *other) && in_use(*other));
     match held {
-        Some(held) => Err(ManagerError::HoldConflict { layer: layer.name.clone(), part, held }),
+        Some(held) => Err(ManagerError::HoldConflict {
+            layer: layer.name.clone(),
+            part,
+            held,
+        }),
         None => Ok(()),
     }
 }
@@ -188,11 +202,7 @@ impl<'a> Taking<'a> {
     }
 
     /// Waits for a part as the client would. `Err(None)` when the deadline is over.
-    async fn wait(
-        &mut self,
-        part: u32,
-        deadline: Instant,
-    ) -> Result<(), Option<ManagerError>> {
+    async fn wait(&mut self, part: u32, deadline: Instant) -> Result<(), Option<ManagerError>> {
         self.waits = true;
         self.control.set_want(part);
         self.manager.rpc_waits.store(true, SeqCst);

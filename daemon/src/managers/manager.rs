@@ -12,7 +12,7 @@ use flextensord_device::{
     doorbell::Doorbell,
     process::{Peer, Process},
 };
-use flextensord_proto::v1::{LeaseEvent, LeaseEnded, lease_event, lease_ended::Reason};
+use flextensord_proto::v1::{LeaseEnded, LeaseEvent, lease_ended::Reason, lease_event};
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
@@ -101,7 +101,11 @@ impl Manager {
     /// Its phase.
     #[must_use]
     pub fn phase(&self) -> Phase {
-        if self.model_slot().is_some() { Phase::Inference } else { Phase::NotInitialized }
+        if self.model_slot().is_some() {
+            Phase::Inference
+        } else {
+            Phase::NotInitialized
+        }
     }
 
     /// Its model.
@@ -111,7 +115,9 @@ impl Manager {
     pub fn model(&self) -> Result<Arc<Model>, ManagerError> {
         self.model_slot()
             .clone()
-            .ok_or_else(|| ManagerError::NotRegistered { name: self.name.clone() })
+            .ok_or_else(|| ManagerError::NotRegistered {
+                name: self.name.clone(),
+            })
     }
 
     /// The token, for its owner alone.
@@ -123,7 +129,11 @@ impl Manager {
     /// "owned", or "detached" while its stream is lost and may be resumed.
     #[must_use]
     pub fn lease_state(&self) -> &'static str {
-        if self.lease().lost_since.is_some() { "detached" } else { "owned" }
+        if self.lease().lost_since.is_some() {
+            "detached"
+        } else {
+            "owned"
+        }
     }
 
     /// Tells the owner something, if its stream takes it now.
@@ -180,6 +190,10 @@ impl Manager {
 }
 
 fn ended(reason: Reason) -> LeaseEvent {
-    let ended = LeaseEnded { reason: reason.into() };
-    LeaseEvent { event: Some(lease_event::Event::Ended(ended)) }
+    let ended = LeaseEnded {
+        reason: reason.into(),
+    };
+    LeaseEvent {
+        event: Some(lease_event::Event::Ended(ended)),
+    }
 }

@@ -69,20 +69,25 @@ impl Structure {
         specs: &[LayerSpec],
     ) -> Result<Self, ManagerError> {
         let mut structure = Self::default();
-        let positions: HashMap<&str, usize> =
-            manifest.tensors().iter().enumerate().map(|(at, t)| (t.name.as_str(), at)).collect();
+        let positions: HashMap<&str, usize> = manifest
+            .tensors()
+            .iter()
+            .enumerate()
+            .map(|(at, t)| (t.name.as_str(), at))
+            .collect();
         let mut part_of: HashMap<u32, u32> = HashMap::new();
         let mut named = vec![false; manifest.tensors().len()];
         for spec in specs {
             let mut parts = Vec::new();
             for name in &spec.tensors {
-                let &at = positions.get(name.as_str()).ok_or_else(|| {
-                    ManagerError::UnknownTensor {
-                        layer: spec.name.clone(),
-                        weight_set: set.to_owned(),
-                        tensor: name.clone(),
-                    }
-                })?;
+                let &at =
+                    positions
+                        .get(name.as_str())
+                        .ok_or_else(|| ManagerError::UnknownTensor {
+                            layer: spec.name.clone(),
+                            weight_set: set.to_owned(),
+                            tensor: name.clone(),
+                        })?;
                 let tensor = &manifest.tensors()[at];
                 let part = match part_of.get(&tensor.storage) {
                     Some(part) => *part,
@@ -95,8 +100,15 @@ impl Structure {
                     parts.push(part);
                 }
             }
-            let layer = Layer { name: spec.name.clone(), parts };
-            if structure.index.insert(spec.name.clone(), structure.layers.len()).is_some() {
+            let layer = Layer {
+                name: spec.name.clone(),
+                parts,
+            };
+            if structure
+                .index
+                .insert(spec.name.clone(), structure.layers.len())
+                .is_some()
+            {
                 return Err(ManagerError::Field {
                     field: "layers.name",
                     value: format!("{:?}", spec.name),
@@ -169,15 +181,24 @@ impl Model {
     /// # Errors
     /// When there is none.
     pub fn layer(&self, manager: &str, name: &str) -> Result<&Layer, ManagerError> {
-        let unknown =
-            || ManagerError::UnknownLayer { manager: manager.to_owned(), layer: name.to_owned() };
-        self.structure.index.get(name).map(|at| &self.structure.layers[*at]).ok_or_else(unknown)
+        let unknown = || ManagerError::UnknownLayer {
+            manager: manager.to_owned(),
+            layer: name.to_owned(),
+        };
+        self.structure
+            .index
+            .get(name)
+            .map(|at| &self.structure.layers[*at])
+            .ok_or_else(unknown)
     }
 
     /// Whether a part streams.
     #[must_use]
     pub fn streams(&self, part: u32) -> bool {
-        matches!(self.plan.places.get(part as usize), Some(Place::Streamed { .. }))
+        matches!(
+            self.plan.places.get(part as usize),
+            Some(Place::Streamed { .. })
+        )
     }
 
     /// Name of the first tensor of a part, for people.

@@ -83,7 +83,11 @@ pub struct AllocationRecord {
 
 impl AllocationRecord {
     fn new(label: &Label, bytes: u64) -> Self {
-        Self { id: label.allocation, random: hex(&label.random), bytes }
+        Self {
+            id: label.allocation,
+            random: hex(&label.random),
+            bytes,
+        }
     }
 }
 
@@ -132,9 +136,15 @@ impl PlanRecord {
             version: model.plan_version,
             weight_set: model.attachment.set().id().to_owned(),
             journal: journal_name(manager, model.plan_version),
-            layers: layers.iter().map(|l| (l.name.clone(), l.parts.clone())).collect(),
+            layers: layers
+                .iter()
+                .map(|l| (l.name.clone(), l.parts.clone()))
+                .collect(),
             parts: parts
-                .map(|(part, place)| PartRecord { storage: part.storage, place: *place })
+                .map(|(part, place)| PartRecord {
+                    storage: part.storage,
+                    place: *place,
+                })
                 .collect(),
             stream_order: model.plan.stream_order.clone(),
             blocks: model.blocks.iter().map(block).collect(),

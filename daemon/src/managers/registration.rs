@@ -1,10 +1,7 @@
 //! From a list of layers to a plan with memory: everything is made, and written down
 //! for a successor, before the client is told.
 
-use std::sync::{
-    Arc,
-    atomic::Ordering::SeqCst,
-};
+use std::sync::{Arc, atomic::Ordering::SeqCst};
 
 use flextensord_device::{
     control::{ControlIdentity, ControlPage},
@@ -26,7 +23,7 @@ use crate::{
         residents::{BlockKey, BlockRequest},
         stream::{StreamPart, StreamSpec},
     },
-    weights::registry::WeightSet,
+    weights::set::WeightSet,
 };
 
 /// The version of a manager's first plan.
@@ -50,7 +47,9 @@ impl Budget {
         match self {
             Self::Fraction(fraction) if fraction > 0.0 && fraction <= 1.0 => {
                 // in millionths: exact enough, and no float is cast to a size
-                let millionths = format!("{:.0}", fraction * 1e6).parse::<u128>().unwrap_or(0);
+                let millionths = format!("{:.0}", fraction * 1e6)
+                    .parse::<u128>()
+                    .unwrap_or(0);
                 let bytes = u128::from(total) * millionths / 1_000_000;
                 Ok(u64::try_from(bytes).unwrap_or(total).min(total))
             }
@@ -93,7 +92,9 @@ pub fn register(
 ) -> Result<Arc<Model>, ManagerError> {
     let _busy = Busy::begin(manager)?;
     if manager.model_slot().is_some() {
-        return Err(ManagerError::Registered { name: manager.name.clone() });
+        return Err(ManagerError::Registered {
+            name: manager.name.clone(),
+        });
     }
     let model = Arc::new(prepare(managers, manager, registration)?);
     let journal = match write_down(managers, manager, &model) {
@@ -113,19 +114,33 @@ fn prepare(
     registration: &Registration,
 ) -> Result<Model, ManagerError> {
     let attachment =
-        managers.weights().attach(manager.owner.uid, &registration.weight_set, &manager.name)?;
+        managers
+            .weights()
+            .attach(manager.owner.uid, &registration.weight_set, &manager.name)?;
     let set = Arc::clone(attachment.set());
-    let structure =
-        Structure::resolve(&registration.weight_set, set.manifest(), &registration.layers)?;
+    let structure = Structure::resolve(
+        &registration.weight_set,
+        set.manifest(),
+        &registration.layers,
+    )?;
     let memory = &manager.device.memory;
-    let requested = registration.budget.bytes(manager.device.info().total_bytes)?;
+    let requested = registration
+        .budget
+        .bytes(manager.device.info().total_bytes)?;
     // residents that are there already count in full, but need no new memory
-    let there = manager.device.residents.bytes_of(manager.owner.uid, set.id());
+    let there = manager
+        .device
+        .residents
+        .bytes_of(manager.owner.uid, set.id());
     let available = memory.available().saturating_add(there);
     let granted = requested.min(available);
     let input = Input {
         parts: structure.parts.iter().map(|part| part.bytes).collect(),
-        uses: structure.layers.iter().map(|layer| layer.parts.clone()).collect(),
+        uses: structure
+            .layers
+            .iter()
+            .map(|layer| layer.parts.clone())
+            .collect(),
         budget: granted,
     };
     let plan = plan::plan(&input).map_err(|error| match error {
@@ -143,7 +158,9 @@ fn prepare(
     let requests = block_requests(manager.owner.uid, &set, &structure, &plan);
     let mut given = manager.device.residents.get(&requests, plan.ring_bytes)?;
     let filled = plan.resident_bytes - given.shared_bytes;
-    manager.counters.count(|counters| &counters.resident_fill_bytes, filled);
+    manager
+        .counters
+        .count(|counters| &counters.resident_fill_bytes, filled);
     let ring: Option<Allocation> = match plan.ring_bytes {
         0 => None,
         bytes => Some(given.reservation.allocate(bytes)?),
@@ -217,13 +234,18 @@ fn write_down(
     let journal = match model.ring {
         Some(_) => {
             let name = record::journal_name(manager.id, model.plan_version);
-            let path = managers.state().path(&name);
-            Some(JournalFile::create(&path, identity(manager, &model.structure))?)
+            let path = managers.state().path().join(&name);
+            Some(JournalFile::create(
+                &path,
+                identity(manager, &model.structure),
+            )?)
         }
         None => None,
     };
-    let written =
-        managers.state().write(&record::name(manager.id), &ManagerRecord::new(manager, model));
+    let written = managers.state().write(
+        &record::name(manager.id),
+        &ManagerRecord::new(manager, model),
+    );
     if let Err(error) = written {
         if let Some(journal) = journal {
             journal.remove()?;
@@ -283,9 +305,11 @@ fn stream_parts(model: &Model) -> Vec<StreamPart> {
                 ring_offset: offset,
                 bytes: part.bytes,
             },
-            Place::Nowhere | Place::Resident { .. } => {
-                StreamPart { segment_offset: part.segment_offset, ring_offset: 0, bytes: 0 }
-            }
+            Place::Nowhere | Place::Resident { .. } => StreamPart {
+                segment_offset: part.segment_offset,
+                ring_offset: 0,
+                bytes: 0,
+            },
         })
         .collect()
 }
@@ -307,7 +331,12 @@ pub(super) fn dismantle(managers: &Managers, manager: &Manager, model: &Arc<Mode
 
 fn retire(manager: &Manager, model: &Model) {
     let memory = &manager.device.memory;
-    let owner = || manager.process.as_ref().and_then(|process| process.try_clone().ok());
+    let owner = || {
+        manager
+            .process
+            .as_ref()
+            .and_then(|process| process.try_clone().ok())
+    };
     if let Some(ring) = &model.ring {
         memory.retire_memory(Arc::clone(&ring.memory), owner());
     }
@@ -320,7 +349,9 @@ struct Busy<'a>(&'a Manager);
 impl<'a> Busy<'a> {
     fn begin(manager: &'a Manager) -> Result<Self, ManagerError> {
         if manager.registering.swap(true, SeqCst) {
-            return Err(ManagerError::Registering { name: manager.name.clone() });
+            return Err(ManagerError::Registering {
+                name: manager.name.clone(),
+            });
         }
         Ok(Self(manager))
     }

@@ -12,12 +12,13 @@ use std::{
 use flextensord_device::{
     doorbell::Doorbell,
     process::{self, Peer, Process},
+    readiness::Watched,
 };
 use flextensord_proto::{
     name,
     v1::{Draining, LeaseEvent, lease_ended::Reason, lease_event},
 };
-use tokio::{io::unix::AsyncFd, sync::mpsc, task::JoinHandle, time};
+use tokio::{sync::mpsc, task::JoinHandle, time};
 use tokio_util::task::TaskTracker;
 
 use super::{
@@ -27,7 +28,10 @@ use super::{
 };
 use crate::{
     state::StateDirectory,
-    transfer::{counters::{Counters, now_ms}, managed::ManagedDevice},
+    transfer::{
+        counters::{Counters, now_ms},
+        managed::ManagedDevice,
+    },
     weights::registry::WeightStore,
 };
 
@@ -176,8 +180,10 @@ impl Managers {
             return Ok(self.lease(self.find(peer, token)?));
         }
         if !request.name.is_empty() {
-            name::check(&request.name)
-                .map_err(|source| ManagerError::Name { field: "name", source })?;
+            name::check(&request.name).map_err(|source| ManagerError::Name {
+                field: "name",
+                source,
+            })?;
         }
         let device = self.device(&request.device)?;
         let mut names = self.names();
@@ -192,17 +198,24 @@ impl Managers {
             return Err(ManagerError::Draining);
         }
         if names.by_name.len() >= self.settings.limit {
-            return Err(ManagerError::TooMany { limit: self.settings.limit });
+            return Err(ManagerError::TooMany {
+                limit: self.settings.limit,
+            });
         }
         let name = free_name(&names, peer.uid, &request.name)?;
         let manager = Arc::new(self.make(peer, request, name, device)?);
-        names.by_name.insert((peer.uid, manager.name.clone()), Arc::clone(&manager));
+        names
+            .by_name
+            .insert((peer.uid, manager.name.clone()), Arc::clone(&manager));
         names.by_token.insert(manager.token, Arc::clone(&manager));
         drop(names);
         self.watch(&manager);
         tracing::info!(
-            manager = manager.name, uid = peer.uid, pid = peer.pid,
-            lease_epoch = manager.lease_epoch, request_id = request.request_id,
+            manager = manager.name,
+            uid = peer.uid,
+            pid = peer.pid,
+            lease_epoch = manager.lease_epoch,
+            request_id = request.request_id,
             "manager opened"
         );
         Ok(self.lease(manager))
@@ -231,7 +244,9 @@ impl Managers {
             .by_name
             .get(&(uid, name.to_owned()))
             .cloned()
-            .ok_or_else(|| ManagerError::UnknownManager { name: name.to_owned() })
+            .ok_or_else(|| ManagerError::UnknownManager {
+                name: name.to_owned(),
+            })
     }
 
     /// Ends a manager: its name is free at once, the rest goes in the background. Returns
@@ -239,11 +254,16 @@ impl Managers {
     pub fn end(&self, manager: &Arc<Manager>, reason: Reason) -> Option<JoinHandle<()>> {
         let mut names = self.names();
         names.by_token.remove(&manager.token)?;
-        names.by_name.remove(&(manager.owner.uid, manager.name.clone()));
+        names
+            .by_name
+            .remove(&(manager.owner.uid, manager.name.clone()));
         drop(names);
         tracing::info!(
-            manager = manager.name, uid = manager.owner.uid, pid = manager.owner.pid,
-            lease_epoch = manager.lease_epoch, reason = reason.as_str_name(),
+            manager = manager.name,
+            uid = manager.owner.uid,
+            pid = manager.owner.pid,
+            lease_epoch = manager.lease_epoch,
+            reason = reason.as_str_name(),
             "manager ended"
         );
         manager.ended.cancel();
@@ -261,7 +281,12 @@ impl Managers {
     /// Notes that the process behind a manager without a visible pid has closed its
     /// descriptor channel: that is all there is to know of its end.
     pub fn channel_closed(&self, id: u64) {
-        let found = self.names().by_name.values().find(|manager| manager.id == id).cloned();
+        let found = self
+            .names()
+            .by_name
+            .values()
+            .find(|manager| manager.id == id)
+            .cloned();
         if let Some(manager) = found.filter(|manager| manager.process.is_none()) {
             self.end(&manager, Reason::Fenced);
         }
@@ -350,7 +375,12 @@ impl Managers {
         });
         found.cloned().ok_or_else(|| ManagerError::UnknownDevice {
             name: name.to_owned(),
-            known: self.devices.iter().map(|d| d.info().name.as_str()).collect::<Vec<_>>().join(", "),
+            known: self
+                .devices
+                .iter()
+                .map(|d| d.info().name.as_str())
+                .collect::<Vec<_>>()
+                .join(", "),
         })
     }
 
@@ -367,8 +397,11 @@ impl Managers {
 
     /// Ends the manager as soon as its owner's process ends.
     fn watch(&self, manager: &Arc<Manager>) {
-        let watched = manager.process.as_ref().and_then(|process| process.try_clone().ok());
-        let Some(pidfd) = watched.and_then(|p| AsyncFd::new(p.into_descriptor()).ok()) else {
+        let watched = manager
+            .process
+            .as_ref()
+            .and_then(|process| process.try_clone().ok());
+        let Some(pidfd) = watched.and_then(|p| Watched::new(p.into_descriptor()).ok()) else {
             return;
         };
         let (this, manager) = (Weak::clone(&self.this), Arc::clone(manager));
@@ -421,5 +454,7 @@ fn free_name(names: &Names, uid: u32, asked: &str) -> Result<String, ManagerErro
     std::iter::once("default".to_owned())
         .chain((2..DEFAULT_NAMES).map(|number| format!("default-{number}")))
         .find(|name| holder(name).is_none())
-        .ok_or(ManagerError::TooMany { limit: DEFAULT_NAMES })
+        .ok_or(ManagerError::TooMany {
+            limit: DEFAULT_NAMES,
+        })
 }

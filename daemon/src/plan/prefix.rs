@@ -214,6 +214,7 @@ fn build(input: &Input, residence: &[u32], choice: Choice, least: u64) -> Option
         stream_order,
         resident_bytes,
         streamed_bytes,
+        least_feasible: least,
     })
 }
 

@@ -19,17 +19,13 @@ use tokio::sync::watch;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
-use super::{
-    caller, dump,
-    idempotency::Idempotency,
-    request,
-    weights::weight_set_message,
-};
+use super::{caller, dump, idempotency::Idempotency, request, weights::weight_set_message};
 use crate::{
     lifecycle::phase::Life,
     managers::{error::ManagerError, manager::Manager, registry::Managers},
     plan::Place,
     transfer::{counters::Counters, managed::ManagedDevice},
+    weights::set::WeightSet,
 };
 
 /// The service.
@@ -70,12 +66,22 @@ impl AdminService {
         list
     }
 
+    /// The weight sets that a user may see.
+    #[must_use]
+    pub fn visible_sets(&self, peer: Peer) -> Vec<Arc<WeightSet>> {
+        let weights = self.managers.weights();
+        if self.is_admin(peer) {
+            weights.all()
+        } else {
+            weights.visible_to(peer.uid)
+        }
+    }
+
     /// Everything that Status says, for this user.
     #[must_use]
     pub fn status_for(&self, peer: Peer) -> StatusResponse {
         let (protocol_lowest, protocol_highest) = flextensord_proto::PROTOCOL;
-        let viewer = (!self.is_admin(peer)).then_some(peer.uid);
-        let sets = self.managers.weights().list(viewer);
+        let sets = self.visible_sets(peer);
         StatusResponse {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             instance: self.instance.clone(),
@@ -85,9 +91,18 @@ impl AdminService {
             uptime_ms: millis(self.started.elapsed()),
             protocol_lowest,
             protocol_highest,
-            managers: self.visible(peer).iter().map(|m| manager_status(m)).collect(),
+            managers: self
+                .visible(peer)
+                .iter()
+                .map(|m| manager_status(m))
+                .collect(),
             weight_sets: sets.iter().map(|set| weight_set_message(set)).collect(),
-            devices: self.managers.devices().iter().map(|d| device_status(d, &self.managers)).collect(),
+            devices: self
+                .managers
+                .devices()
+                .iter()
+                .map(|d| device_status(d, &self.managers))
+                .collect(),
             host: Some(self.host()),
         }
     }
@@ -96,10 +111,10 @@ impl AdminService {
         let figures = self.managers.weights().host();
         HostStatus {
             budget_bytes: figures.budget_bytes,
-            budget_limited_by: figures.limited_by,
+            budget_limited_by: figures.budget_limited_by,
             segment_bytes: figures.segment_bytes,
             reserved_bytes: figures.reserved_bytes,
-            shm_dir: figures.shm_dir,
+            shm_dir: figures.shm_dir.display().to_string(),
             shm_free_bytes: figures.shm_free_bytes,
         }
     }
@@ -123,7 +138,9 @@ impl Admin for AdminService {
     ) -> Result<Response<Self::DumpStream>, Status> {
         let peer = caller::peer(request.extensions())?;
         let records = dump::records(self, peer, &request.into_inner().manager)?;
-        Ok(Response::new(Box::pin(tokio_stream::iter(records.into_iter().map(Ok)))))
+        Ok(Response::new(Box::pin(tokio_stream::iter(
+            records.into_iter().map(Ok),
+        ))))
     }
 
     async fn terminate_manager(
@@ -136,13 +153,19 @@ impl Admin for AdminService {
         let uid = message.uid.unwrap_or(peer.uid);
         if uid != peer.uid && !self.is_admin(peer) {
             let what = "terminate another user's manager";
-            return Err(Failure::from(ManagerError::NotAllowed { uid: peer.uid, what }).into());
+            return Err(Failure::from(ManagerError::NotAllowed {
+                uid: peer.uid,
+                what,
+            })
+            .into());
         }
         let key = (peer.uid, "TerminateManager", message.request_id.as_str());
         let content = format!("{uid} {:?}", message.name);
         let work = async {
-            let manager =
-                self.managers.find_name(uid, &message.name).map_err(Failure::from)?;
+            let manager = self
+                .managers
+                .find_name(uid, &message.name)
+                .map_err(Failure::from)?;
             let held_bytes = manager.model().map_or(0, |model| model.plan.held_bytes());
             // the memory returns in the background, when its process is gone
             drop(self.managers.end(&manager, Reason::Terminated));
@@ -159,7 +182,11 @@ impl Admin for AdminService {
         let peer = caller::peer(request.extensions())?;
         if !self.is_admin(peer) {
             let what = "drain the daemon";
-            return Err(Failure::from(ManagerError::NotAllowed { uid: peer.uid, what }).into());
+            return Err(Failure::from(ManagerError::NotAllowed {
+                uid: peer.uid,
+                what,
+            })
+            .into());
         }
         let message = request.into_inner();
         request::id(&message.request_id)?;
@@ -204,12 +231,14 @@ pub fn manager_status(manager: &Manager) -> ManagerStatus {
         waited_ns: manager.waited_ns.load(Relaxed),
         transfer: Some(counters_message(&manager.counters)),
         // an acquire that waits keeps the table; then the figure is that of no hold more
-        rpc_holds: manager.holds.try_lock().map_or(0, |holds| number(holds.len())),
+        rpc_holds: manager
+            .holds
+            .try_lock()
+            .map_or(0, |holds| number(holds.len())),
         ..ManagerStatus::default()
     };
     if let Ok(model) = manager.model() {
-        let streamed =
-            |place: &&Place| matches!(place, Place::Streamed { .. });
+        let streamed = |place: &&Place| matches!(place, Place::Streamed { .. });
         status.weight_set = model.attachment.set().name().to_owned();
         status.plan_version = model.plan_version;
         status.layers = number(model.structure.layers.len());

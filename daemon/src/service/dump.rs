@@ -30,7 +30,10 @@ pub fn records(service: &AdminService, peer: Peer, only: &str) -> Result<Vec<Dum
     } else {
         managers.retain(|manager| manager.name == only);
         if managers.is_empty() {
-            return Err(ManagerError::UnknownManager { name: only.to_owned() }.into());
+            return Err(ManagerError::UnknownManager {
+                name: only.to_owned(),
+            }
+            .into());
         }
     }
     for manager in managers {
@@ -40,7 +43,11 @@ pub fn records(service: &AdminService, peer: Peer, only: &str) -> Result<Vec<Dum
 }
 
 fn record(kind: &str, name: &str, body: &Value) -> DumpRecord {
-    DumpRecord { kind: kind.to_owned(), name: name.to_owned(), json: body.to_string() }
+    DumpRecord {
+        kind: kind.to_owned(),
+        name: name.to_owned(),
+        json: body.to_string(),
+    }
 }
 
 fn paged(kind: &str, name: &str, entries: Vec<Value>, records: &mut Vec<DumpRecord>) {
@@ -83,8 +90,7 @@ fn everything_else(service: &AdminService, peer: Peer, records: &mut Vec<DumpRec
             }),
         ));
     }
-    let viewer = (!service.is_admin(peer)).then_some(peer.uid);
-    for set in service.managers.weights().list(viewer) {
+    for set in service.visible_sets(peer) {
         let message = super::weights::weight_set_message(&set);
         records.push(record(
             "weight_set",
@@ -136,9 +142,18 @@ fn of_manager(manager: &Manager, records: &mut Vec<DumpRecord>) {
         }),
     ));
     let Ok(model) = manager.model() else { return };
-    let layers = model.structure.layers.iter().map(|layer| layer_entry(&model, layer));
+    let layers = model
+        .structure
+        .layers
+        .iter()
+        .map(|layer| layer_entry(&model, layer));
     paged("layers", &manager.name, layers.collect(), records);
-    let parts = model.structure.parts.iter().zip(&model.plan.places).enumerate();
+    let parts = model
+        .structure
+        .parts
+        .iter()
+        .zip(&model.plan.places)
+        .enumerate();
     let parts = parts.map(|(index, (part, place))| {
         let number = u32::try_from(index).unwrap_or(u32::MAX);
         let word = model.control.load(number);
@@ -158,11 +173,19 @@ fn of_manager(manager: &Manager, records: &mut Vec<DumpRecord>) {
 
 fn layer_entry(model: &Model, layer: &Layer) -> Value {
     let bytes = |streamed: bool| -> u64 {
-        let counted = layer.parts.iter().filter(|part| model.streams(**part) == streamed);
-        counted.map(|part| model.structure.parts[*part as usize].bytes).sum()
+        let counted = layer
+            .parts
+            .iter()
+            .filter(|part| model.streams(**part) == streamed);
+        counted
+            .map(|part| model.structure.parts[*part as usize].bytes)
+            .sum()
     };
-    let tensors: usize =
-        layer.parts.iter().map(|part| model.structure.parts[*part as usize].tensors.len()).sum();
+    let tensors: usize = layer
+        .parts
+        .iter()
+        .map(|part| model.structure.parts[*part as usize].tensors.len())
+        .sum();
     json!({
         "layer": layer.name, "parts": layer.parts.len(), "tensors": tensors,
         "resident_bytes": bytes(false), "streamed_bytes": bytes(true),

@@ -22,22 +22,33 @@ impl From<ManagerError> for Failure {
                 .with("field", field)
                 .with("value", value)
                 .with("rule", rule),
-            E::Taken { name, pid, since_ms } => client(Kind::ManagerTaken)
+            E::Taken {
+                name,
+                pid,
+                since_ms,
+            } => client(Kind::ManagerTaken)
                 .with("name", name)
                 .with("holder_pid", pid)
                 .with("holder_since_ms", since_ms)
-                .with("remedy", "choose another name, or end its process or `flextensorctl terminate` it"),
+                .with(
+                    "remedy",
+                    "choose another name, or end its process or `flextensorctl terminate` it",
+                ),
             E::UnknownManager { name } => client(Kind::NotFound).with("manager", name),
-            E::UnknownLayer { manager, layer } => {
-                client(Kind::NotFound).with("manager", manager).with("layer", layer)
-            }
-            E::UnknownTensor { layer, weight_set, tensor } => client(Kind::NotFound)
+            E::UnknownLayer { manager, layer } => client(Kind::NotFound)
+                .with("manager", manager)
+                .with("layer", layer),
+            E::UnknownTensor {
+                layer,
+                weight_set,
+                tensor,
+            } => client(Kind::NotFound)
                 .with("layer", layer)
                 .with("weight_set", weight_set)
                 .with("tensor", tensor),
-            E::UnknownDevice { name, known } => {
-                client(Kind::NotFound).with("device", name).with("known", known)
-            }
+            E::UnknownDevice { name, known } => client(Kind::NotFound)
+                .with("device", name)
+                .with("known", known),
             E::LeaseLost => client(Kind::LeaseLost).with("remedy", "open the manager anew"),
             E::UnknownHold { hold } => client(Kind::UnknownHold).with("hold", hold),
             E::HoldConflict { layer, part, held } => client(Kind::HoldConflict)
@@ -45,9 +56,9 @@ impl From<ManagerError> for Failure {
                 .with("part", part)
                 .with("held", held)
                 .with("remedy", "release the layer that is held first"),
-            E::HeldByFastPath { layer, part } => {
-                client(Kind::FailedPrecondition).with("layer", layer).with("part", part)
-            }
+            E::HeldByFastPath { layer, part } => client(Kind::FailedPrecondition)
+                .with("layer", layer)
+                .with("part", part),
             E::Registered { name } | E::NotRegistered { name } => {
                 client(Kind::FailedPrecondition).with("manager", name)
             }
@@ -56,7 +67,11 @@ impl From<ManagerError> for Failure {
                 failure.retryable = true;
                 failure
             }
-            E::Deadline { layer, part, waited_ms } => client(Kind::DeadlineExceeded)
+            E::Deadline {
+                layer,
+                part,
+                waited_ms,
+            } => client(Kind::DeadlineExceeded)
                 .with("layer", layer)
                 .with("part", part)
                 .with("waited_ms", waited_ms),
@@ -65,9 +80,9 @@ impl From<ManagerError> for Failure {
                 .with("remedy", "raise max_managers or close managers"),
             E::Draining => Failure::new(Kind::Draining, Origin::Daemon, text)
                 .with("remedy", "try again when the daemon's successor serves"),
-            E::NotAllowed { uid, what } => {
-                client(Kind::PermissionDenied).with("uid", uid).with("what", what)
-            }
+            E::NotAllowed { uid, what } => client(Kind::PermissionDenied)
+                .with("uid", uid)
+                .with("what", what),
             E::Plan(error) => error.into(),
             E::Weights(error) => error.into(),
             E::Memory(error) => error.into(),
@@ -75,8 +90,8 @@ impl From<ManagerError> for Failure {
             E::Residents(ResidentError::Deadline { bytes, .. }) => {
                 Failure::new(Kind::DeadlineExceeded, Origin::Daemon, text).with("bytes", bytes)
             }
-            E::Device(error) => error.into(),
-            E::Control(ControlError::Kernel(error)) | E::Kernel(error) => error.into(),
+            E::Device(error) => device(error),
+            E::Control(ControlError::Kernel(error)) | E::Kernel(error) => kernel(&error),
             E::Control(_) | E::Worker | E::Random | E::State(_) => {
                 Failure::new(Kind::Internal, Origin::Daemon, text)
             }
@@ -93,7 +108,10 @@ impl From<PlanError> for Failure {
                     .with("available", budget)
                     .with("wanted", least)
                     .with("limit", budget)
-                    .with("remedy", "give the manager at least the least feasible budget, or smaller layers")
+                    .with(
+                        "remedy",
+                        "give the manager at least the least feasible budget, or smaller layers",
+                    )
             }
             PlanError::UnknownPart { .. } | PlanError::Overflow { .. } => {
                 Failure::new(Kind::InvalidArgument, Origin::Client, text)
@@ -106,44 +124,61 @@ impl From<MemoryError> for Failure {
     fn from(error: MemoryError) -> Self {
         let text = error.to_string();
         match error {
-            MemoryError::Exhausted { device, wanted, available, total, reclaiming } => {
-                Failure::new(Kind::DeviceMemory, Origin::Daemon, text)
-                    .with("device", device)
-                    .with("wanted", wanted)
-                    .with("available", available)
-                    .with("limit", total)
-                    .with("reclaiming", reclaiming)
-                    .with("remedy", "close managers on the device, or ask for a smaller budget")
-            }
-            MemoryError::Device(error) => error.into(),
+            MemoryError::Exhausted {
+                device,
+                wanted,
+                available,
+                total,
+                reclaiming,
+            } => Failure::new(Kind::DeviceMemory, Origin::Daemon, text)
+                .with("device", device)
+                .with("wanted", wanted)
+                .with("available", available)
+                .with("limit", total)
+                .with("reclaiming", reclaiming)
+                .with(
+                    "remedy",
+                    "close managers on the device, or ask for a smaller budget",
+                ),
+            MemoryError::Device(error) => device(error),
             MemoryError::Random => Failure::new(Kind::Internal, Origin::Kernel, text),
         }
     }
 }
 
-impl From<DeviceError> for Failure {
-    fn from(error: DeviceError) -> Self {
-        let text = error.to_string();
-        match error {
-            DeviceError::Exhausted { device, wanted, free, total } => {
-                Failure::new(Kind::DeviceMemory, Origin::Driver, text)
-                    .with("device", device)
-                    .with("wanted", wanted)
-                    .with("available", free)
-                    .with("limit", total)
-                    .with("remedy", "close managers on the device, or ask for a smaller budget")
-            }
-            DeviceError::Kernel(error) => error.into(),
-            DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
-                Failure::new(Kind::Device, Origin::Driver, text)
-            }
+/// A device that failed.
+#[must_use]
+pub fn device(error: DeviceError) -> Failure {
+    let text = error.to_string();
+    match error {
+        DeviceError::Exhausted {
+            device,
+            wanted,
+            free,
+            total,
+        } => Failure::new(Kind::DeviceMemory, Origin::Driver, text)
+            .with("device", device)
+            .with("wanted", wanted)
+            .with("available", free)
+            .with("limit", total)
+            .with(
+                "remedy",
+                "close managers on the device, or ask for a smaller budget",
+            ),
+        DeviceError::Kernel(error) => kernel(&error),
+        DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
+            Failure::new(Kind::Device, Origin::Driver, text)
         }
     }
 }
 
-impl From<KernelError> for Failure {
-    fn from(error: KernelError) -> Self {
-        let kind = if error.is_exhausted() { Kind::TooMany } else { Kind::Kernel };
-        Failure::new(kind, Origin::Kernel, error.to_string())
-    }
+/// A system call that failed.
+#[must_use]
+pub fn kernel(error: &KernelError) -> Failure {
+    let kind = if error.is_exhausted() {
+        Kind::TooMany
+    } else {
+        Kind::Kernel
+    };
+    Failure::new(kind, Origin::Kernel, error.to_string())
 }

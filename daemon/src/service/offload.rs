@@ -2,24 +2,24 @@
 
 use std::{pin::Pin, sync::Arc, time::Duration};
 
+use flextensord_device::{notice::NoticePage, process::Peer};
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     limit, negotiate,
     v1::{
-        AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse,
-        GetPlanRequest, Heartbeat, LeaseEvent, OpenManagerRequest, Opened, PlanPage,
-        RegisterModelRequest, RegisterModelResponse, ReleaseRequest, ReleaseResponse,
-        ReportPassRequest, ReportPassResponse, lease_ended::Reason, lease_event::Event,
-        offload_server::Offload, register_header, register_model_request::Part,
+        AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse, GetPlanRequest,
+        Heartbeat, LeaseEvent, OpenManagerRequest, Opened, PlanPage, RegisterModelRequest,
+        RegisterModelResponse, ReleaseRequest, ReleaseResponse, ReportPassRequest,
+        ReportPassResponse, lease_ended::Reason, lease_event::Event, offload_server::Offload,
+        register_header, register_model_request::Part,
     },
 };
-use flextensord_device::{notice::NoticePage, process::Peer};
 use tokio::time;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{
-    caller,
+    caller, failure,
     idempotency::Idempotency,
     plan_pages,
     request::{self, field},
@@ -68,9 +68,13 @@ impl OffloadService {
 
     fn opened(&self, peer: Peer, lease: &OpenLease, protocol: u32) -> Result<Opened, Failure> {
         let manager = &lease.manager;
-        let gift = |descriptor, bytes| Gift { descriptor, bytes, manager: Some(manager.id) };
-        let notice = self.notice.export()?;
-        let doorbell = manager.doorbell.export()?;
+        let gift = |descriptor, bytes| Gift {
+            descriptor,
+            bytes,
+            manager: Some(manager.id),
+        };
+        let notice = self.notice.export().map_err(|e| failure::kernel(&e))?;
+        let doorbell = manager.doorbell.export().map_err(|e| failure::kernel(&e))?;
         let engine = u32::try_from(manager.device.index).unwrap_or(u32::MAX);
         Ok(Opened {
             name: manager.name.clone(),
@@ -79,9 +83,10 @@ impl OffloadService {
             daemon_generation: self.generation,
             protocol,
             device: manager.device.info().name.clone(),
-            notice_ticket: self
-                .tickets
-                .give(peer, gift(notice, flextensord_proto::layout::NOTICE_BYTES as u64))?,
+            notice_ticket: self.tickets.give(
+                peer,
+                gift(notice, flextensord_proto::layout::NOTICE_BYTES as u64),
+            )?,
             doorbell_ticket: self.tickets.give(peer, gift(doorbell, 0))?,
             engine,
         })
@@ -166,7 +171,9 @@ impl Offload for OffloadService {
         let model = manager.model().map_err(Failure::from)?;
         let tickets = message.tickets.then_some((self.tickets.as_ref(), peer));
         let pages = plan_pages::pages(&manager, &model, tickets)?;
-        Ok(Response::new(Box::pin(tokio_stream::iter(pages.into_iter().map(Ok)))))
+        Ok(Response::new(Box::pin(tokio_stream::iter(
+            pages.into_iter().map(Ok),
+        ))))
     }
 
     async fn acquire(
@@ -185,17 +192,26 @@ impl Offload for OffloadService {
         };
         let manager = self.find(peer, &message.token)?;
         let key = (peer.uid, "Acquire", message.request_id.as_str());
-        let content = format!("{:?}{:?}{:?}", message.token, message.layer, message.except_parts);
+        let content = format!(
+            "{:?}{:?}{:?}",
+            message.token, message.layer, message.except_parts
+        );
         let work = async {
             let (hold, model) =
                 holds::acquire(&manager, &message.layer, &message.except_parts, limit)
                     .await
                     .map_err(Failure::from)?;
-            let layer = model.layer(&manager.name, &message.layer).map_err(Failure::from)?;
+            let layer = model
+                .layer(&manager.name, &message.layer)
+                .map_err(Failure::from)?;
             Ok(AcquireResponse {
                 hold,
                 plan_version: model.plan_version,
-                parts: layer.parts.iter().map(|part| plan_pages::part(&model, *part)).collect(),
+                parts: layer
+                    .parts
+                    .iter()
+                    .map(|part| plan_pages::part(&model, *part))
+                    .collect(),
             })
         };
         let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
@@ -211,7 +227,10 @@ impl Offload for OffloadService {
         request::id(&message.request_id)?;
         let manager = self.find(peer, &message.token)?;
         let key = (peer.uid, "Release", message.request_id.as_str());
-        let content = format!("{:?}{}{:?}", message.token, message.hold, message.keep_parts);
+        let content = format!(
+            "{:?}{}{:?}",
+            message.token, message.hold, message.keep_parts
+        );
         let work = async {
             holds::release(&manager, message.hold, &message.keep_parts)
                 .await
@@ -232,11 +251,16 @@ impl Offload for OffloadService {
         request::id(&message.request_id)?;
         let manager = self.find(peer, &message.token)?;
         let key = (peer.uid, "ReportPass", message.request_id.as_str());
-        let content = format!("{:?}{} {}", message.token, message.passes, message.waited_ns);
+        let content = format!(
+            "{:?}{} {}",
+            message.token, message.passes, message.waited_ns
+        );
         let work = async {
             manager.waited_ns.fetch_add(message.waited_ns, Relaxed);
             let before = manager.passes.fetch_add(message.passes, Relaxed);
-            Ok(ReportPassResponse { passes: before.wrapping_add(message.passes) })
+            Ok(ReportPassResponse {
+                passes: before.wrapping_add(message.passes),
+            })
         };
         let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
         Ok(Response::new(answer))
@@ -269,7 +293,9 @@ fn lease_events(
     opened: Opened,
     lease: OpenLease,
 ) -> impl Stream<Item = Result<LeaseEvent, Status>> + Send {
-    let first = LeaseEvent { event: Some(Event::Opened(opened)) };
+    let first = LeaseEvent {
+        event: Some(Event::Opened(opened)),
+    };
     let events = async_stream(lease);
     tokio_stream::once(Ok(first)).chain(events)
 }
@@ -303,7 +329,12 @@ fn async_stream(lease: OpenLease) -> impl Stream<Item = Result<LeaseEvent, Statu
 async fn collect(
     mut stream: Streaming<RegisterModelRequest>,
 ) -> Result<(String, Vec<u8>, Registration), Status> {
-    let header = match stream.next().await.transpose()?.and_then(|message| message.part) {
+    let header = match stream
+        .next()
+        .await
+        .transpose()?
+        .and_then(|message| message.part)
+    {
         Some(Part::Header(header)) => header,
         _ => return Err(field("part", "layers", "the first message is the header").into()),
     };
@@ -321,7 +352,10 @@ async fn collect(
         for layer in more.layers {
             request::qualified("layers.name", &layer.name)?;
             tensors += layer.tensors.len();
-            layers.push(LayerSpec { name: layer.name, tensors: layer.tensors });
+            layers.push(LayerSpec {
+                name: layer.name,
+                tensors: layer.tensors,
+            });
         }
         if layers.len() > limit::LAYERS {
             return Err(field("layers", layers.len(), "at most 65536").into());
@@ -333,7 +367,11 @@ async fn collect(
     if layers.is_empty() {
         return Err(field("layers", 0, "at least one").into());
     }
-    let registration = Registration { weight_set: header.weight_set, layers, budget };
+    let registration = Registration {
+        weight_set: header.weight_set,
+        layers,
+        budget,
+    };
     Ok((header.request_id, header.token, registration))
 }
 

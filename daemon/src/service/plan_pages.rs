@@ -7,7 +7,7 @@ use flextensord_proto::{
 };
 use prost::Message as _;
 
-use super::weights::tensor_message;
+use super::{failure, weights::tensor_message};
 use crate::{
     channel::ticket::{Gift, Tickets},
     managers::{manager::Manager, model::Model},
@@ -28,7 +28,10 @@ pub fn pages(
     tickets: Option<(&Tickets, Peer)>,
 ) -> Result<Vec<PlanPage>, Failure> {
     let memory = memory(manager, model, tickets)?;
-    let mut pages = vec![PlanPage { memory: Some(memory), ..PlanPage::default() }];
+    let mut pages = vec![PlanPage {
+        memory: Some(memory),
+        ..PlanPage::default()
+    }];
     let mut page = PlanPage::default();
     let mut bytes = 0;
     let parts = u32::try_from(model.structure.parts.len()).unwrap_or(u32::MAX);
@@ -37,7 +40,10 @@ pub fn pages(
         page.parts.push(part);
     }
     for layer in &model.structure.layers {
-        let layer = PlanLayer { name: layer.name.clone(), parts: layer.parts.clone() };
+        let layer = PlanLayer {
+            name: layer.name.clone(),
+            parts: layer.parts.clone(),
+        };
         turn(&mut pages, &mut page, &mut bytes, layer.encoded_len());
         page.layers.push(layer);
     }
@@ -73,12 +79,21 @@ fn memory(
         let bytes = allocation.memory.bytes();
         let ticket = match tickets {
             Some(_) => {
-                let descriptor = allocation.memory.export()?;
-                ticket(Gift { descriptor, bytes, manager: Some(manager.id) })?
+                let descriptor = allocation.memory.export().map_err(failure::device)?;
+                ticket(Gift {
+                    descriptor,
+                    bytes,
+                    manager: Some(manager.id),
+                })?
             }
             None => Vec::new(),
         };
-        Ok::<_, Failure>(v1::Allocation { id: allocation.label.allocation, bytes, ticket, ring })
+        Ok::<_, Failure>(v1::Allocation {
+            id: allocation.label.allocation,
+            bytes,
+            ticket,
+            ring,
+        })
     };
     let mut allocations = Vec::with_capacity(model.blocks.len() + 1);
     for block in &model.blocks {
@@ -91,8 +106,12 @@ fn memory(
     let control_bytes = flextensord_proto::layout::control_bytes(parts) as u64;
     let control_ticket = match tickets {
         Some(_) => {
-            let descriptor = model.control.export()?;
-            ticket(Gift { descriptor, bytes: control_bytes, manager: Some(manager.id) })?
+            let descriptor = model.control.export().map_err(|e| failure::kernel(&e))?;
+            ticket(Gift {
+                descriptor,
+                bytes: control_bytes,
+                manager: Some(manager.id),
+            })?
         }
         None => Vec::new(),
     };
@@ -109,7 +128,9 @@ fn memory(
 
 fn part_message(model: &Model, part: u32) -> PlanPart {
     let index = part as usize;
-    let Some(entry) = model.structure.parts.get(index) else { return PlanPart::default() };
+    let Some(entry) = model.structure.parts.get(index) else {
+        return PlanPart::default();
+    };
     let ring = u32::try_from(model.blocks.len()).unwrap_or(u32::MAX);
     let (streamed, allocation, offset) = match model.plan.places.get(index) {
         Some(Place::Resident { block, offset }) => (false, *block, *offset),

@@ -7,10 +7,14 @@ use flextensord_proto::{
 
 /// A field that breaks a rule.
 pub fn field(name: &str, value: impl std::fmt::Display, rule: &str) -> Failure {
-    Failure::new(Kind::InvalidArgument, Origin::Client, format!("{name} is {value}: {rule}"))
-        .with("field", name)
-        .with("value", value)
-        .with("rule", rule)
+    Failure::new(
+        Kind::InvalidArgument,
+        Origin::Client,
+        format!("{name} is {value}: {rule}"),
+    )
+    .with("field", name)
+    .with("value", value)
+    .with("rule", rule)
 }
 
 /// Checks the id of a request.
@@ -22,7 +26,11 @@ pub fn id(id: &str) -> Result<(), Failure> {
         return Ok(());
     }
     let rule = "16 to 128 bytes, chosen anew for each call and kept for its retries";
-    Err(field("request_id", format!("{} bytes long", id.len()), rule))
+    Err(field(
+        "request_id",
+        format!("{} bytes long", id.len()),
+        rule,
+    ))
 }
 
 /// Checks the name of a layer or tensor.
@@ -43,5 +51,9 @@ pub fn cut(value: &str) -> String {
 /// A worker thread that ended without an answer.
 #[must_use]
 pub fn worker() -> Failure {
-    Failure::new(Kind::Internal, Origin::Daemon, "a worker ended without an answer")
+    Failure::new(
+        Kind::Internal,
+        Origin::Daemon,
+        "a worker ended without an answer",
+    )
 }

@@ -51,7 +51,10 @@ impl Counters {
     /// Counters whose figures are counted in `total` as well.
     #[must_use]
     pub fn under(total: Arc<Counters>) -> Self {
-        Self { total: Some(total), ..Self::default() }
+        Self {
+            total: Some(total),
+            ..Self::default()
+        }
     }
 
     /// Adds to the counter that `which` picks, here and in the total.

@@ -39,7 +39,13 @@ impl ManagedDevice {
     ) -> Result<Self, KernelError> {
         let engine = Engine::start(index, Arc::clone(&device), notice)?;
         let memory = DeviceMemory::new(instance, generation, device);
-        Ok(Self { index, residents: Residents::new(Arc::clone(&memory)), memory, engine, counters: Arc::default() })
+        Ok(Self {
+            index,
+            residents: Residents::new(Arc::clone(&memory)),
+            memory,
+            engine,
+            counters: Arc::default(),
+        })
     }
 
     /// What the device is.

@@ -289,7 +289,9 @@ impl Stream {
                 revoked.push(other);
             }
         }
-        self.spec.counters.count(|c| &c.parts_revoked, revoked.len() as u64);
+        self.spec
+            .counters
+            .count(|c| &c.parts_revoked, revoked.len() as u64);
         // revoked, not taken: they tell nothing of where the client is
         self.window.retain(|position| {
             let part = self.spec.order[*position];
