@@ -2,7 +2,7 @@
 //! before anything is bound.
 //!
 //! - [`key`]: which keys there are;
-//! - [`file`], [`environment`], [`flags`]: one layer each, as text;
+//! - [`mod@file`], [`environment`], [`flags`]: one layer each, as text;
 //! - [`value`]: the rules that text must meet;
 //! - [`settings`]: the layers put together: what the daemon runs by;
 //! - [`show`]: the effective configuration and where each value came from.

@@ -4,7 +4,7 @@
 //! - [`directory`], [`lock`], [`socket`], [`generation`]: what belongs to one daemon
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
-//! - [`logging`], [`panic`], [`exit`]: how the process speaks and ends;
+//! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
 //! - [`serve`]: the daemon's run.
 
 pub mod directory;

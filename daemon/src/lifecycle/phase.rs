@@ -18,6 +18,18 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// Its name, as clients see it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Serving => "serving",
+            Self::Draining => "draining",
+            Self::Stopping => "stopping",
+            Self::Stopped => "stopped",
+        }
+    }
+
     /// Whether `next` may follow.
     #[must_use]
     pub fn may_become(self, next: Self) -> bool {
@@ -35,7 +47,7 @@ impl Phase {
 
 /// A phase that cannot follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("phase {to:?} cannot follow {from:?}")]
+#[error("phase {} cannot follow {}", to.name(), from.name())]
 pub struct PhaseError {
     /// The phase that holds.
     pub from: Phase,
@@ -69,7 +81,7 @@ impl Life {
         self.0.send_if_modified(|phase| {
             let allowed = phase.may_become(to);
             if allowed {
-                tracing::info!(from = ?*phase, to = ?to, "phase");
+                tracing::info!(from = phase.name(), to = to.name(), "phase");
                 *phase = to;
             } else {
                 refused = Some(PhaseError { from: *phase, to });
@@ -130,7 +142,7 @@ mod tests {
         let life = Life::new();
         let watch = life.watch();
         let refusal = life.advance(Phase::Draining).unwrap_err();
-        assert_eq!(refusal.to_string(), "phase Draining cannot follow Starting");
+        assert_eq!(refusal.to_string(), "phase draining cannot follow starting");
         assert_eq!(life.phase(), Phase::Starting);
         assert!(!watch.has_changed().unwrap());
     }
