@@ -20,7 +20,9 @@ impl Watched {
         // SAFETY: an OwnedFd is open and names the same file description for its whole
         // life, and the AsyncFd owns it.
         let watched = unsafe { AsyncFd::register(descriptor) };
-        watched.map(Self).map_err(|error| io::Error::other(error.to_string()))
+        watched
+            .map(Self)
+            .map_err(|error| io::Error::other(error.to_string()))
     }
 
     /// Waits until it is readable; stays readable until somebody reads.
@@ -75,13 +77,19 @@ mod tests {
 
     #[tokio::test]
     async fn the_end_of_a_process_is_noticed() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
         let process = Process::open(child.id()).unwrap();
         let watched = Watched::new(process.into_descriptor()).unwrap();
         let early = tokio::time::timeout(Duration::from_millis(20), watched.readable()).await;
         assert!(early.is_err());
         child.kill().unwrap();
-        tokio::time::timeout(Duration::from_secs(10), watched.readable()).await.unwrap().unwrap();
+        tokio::time::timeout(Duration::from_secs(10), watched.readable())
+            .await
+            .unwrap()
+            .unwrap();
         child.wait().unwrap();
     }
 }

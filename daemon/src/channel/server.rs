@@ -101,9 +101,7 @@ impl ChannelServer {
             }
             .encode_to_vec();
             let gifts: Vec<BorrowedFd<'_>> = gift.iter().map(|gift| gift.as_fd()).collect();
-            let sent = connection.write(|socket| {
-                descriptor::send(socket, &answer, &gifts)
-            });
+            let sent = connection.write(|socket| descriptor::send(socket, &answer, &gifts));
             if let Err(error) = sent.await {
                 break Err(error);
             }

@@ -5,6 +5,7 @@
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
 //! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
+//! - [`rooms`]: the rooms of the daemon put together;
 //! - [`serve`]: the daemon's run.
 
 pub mod directory;
@@ -15,6 +16,7 @@ pub mod lock;
 pub mod logging;
 pub mod panic;
 pub mod phase;
+mod rooms;
 pub mod serve;
 pub mod socket;
 

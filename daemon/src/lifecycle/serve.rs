@@ -1,10 +1,12 @@
 //! The daemon's run: take the instance, serve, drain, stop.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
+use flextensord_device::notice::NoticePhase;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::watch,
+    task::JoinError,
 };
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
@@ -19,6 +21,7 @@ use super::{
     instance::{Instance, Sockets, StartError},
     panic,
     phase::{Life, Phase},
+    rooms::{self, Rooms},
 };
 use crate::configuration::Settings;
 
@@ -34,6 +37,7 @@ pub fn run(settings: &Settings) -> Exit {
     let panicked = panic::install_hook();
     let outcome = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
+        .max_blocking_threads(rooms::BLOCKING_THREADS)
         .build()
         .map_err(|error| StartError::setup("start the runtime", error))
         .and_then(|runtime| {
@@ -59,50 +63,74 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     let Sockets { grpc, channel } = instance.bind()?;
 
     let (health, health_service) = health_reporter();
-    health
-        .set_service_status(WHOLE, ServingStatus::NotServing)
-        .await;
+    set_health(&health, ServingStatus::NotServing).await;
     turn_on_panic(health.clone(), panicked);
+    let rooms = Rooms::new(&instance)?;
     let router = with_reflection(Server::builder().add_service(health_service))?;
+    let router = rooms.serve_in(router, &instance, &life);
     let closing = CancellationToken::new();
     let incoming = UnixListenerStream::new(grpc);
     let served = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
     let mut server = tokio::spawn(served);
+    let mut channel = tokio::spawn(rooms.channel().serve(channel, closing.clone()));
 
+    rooms.notice(NoticePhase::Serving);
     advance(&life, Phase::Serving)?;
-    health
-        .set_service_status(WHOLE, ServingStatus::Serving)
-        .await;
+    set_health(&health, ServingStatus::Serving).await;
     tracing::info!(
         instance = instance.settings.instance,
         generation = instance.generation,
         socket = %instance.settings.grpc_socket().display(),
         "serving"
     );
-    tokio::select! {
-        signal = signals.next() => tracing::info!(signal, "told to stop"),
-        ended = &mut server => {
-            advance(&life, Phase::Stopping)?;
-            return Err(match ended {
-                Ok(Ok(())) => StartError::setup("serve", "the server ended by itself"),
-                Ok(Err(error)) => StartError::setup("serve", error),
-                Err(error) => StartError::setup("serve", error),
-            });
+    let grace = instance.settings.drain_grace;
+    let outcome = tokio::select! {
+        signal = signals.next() => {
+            tracing::info!(signal, "told to stop");
+            Ok(grace)
+        }
+        limit = rooms.drain_asked() => Ok(limit),
+        ended = &mut server => Err(ended_early(ended.map(|e| e.map_err(io::Error::other)))),
+        ended = &mut channel => Err(ended_early(ended)),
+        () = rooms.upkeep() => Err(StartError::setup("serve", "the upkeep ended by itself")),
+    };
+    set_health(&health, ServingStatus::NotServing).await;
+    if let Ok(limit) = outcome {
+        advance(&life, Phase::Draining)?;
+        tokio::select! {
+            () = rooms.drain(limit) => {}
+            // told twice, somebody is in a hurry
+            signal = signals.next() => {
+                tracing::info!(signal, "told to stop at once");
+                rooms.drain(Duration::ZERO).await;
+            }
         }
     }
-    advance(&life, Phase::Draining)?;
-    health
-        .set_service_status(WHOLE, ServingStatus::NotServing)
-        .await;
     closing.cancel();
     advance(&life, Phase::Stopping)?;
     if tokio::time::timeout(CLOSE, &mut server).await.is_err() {
         tracing::debug!("close connections that are still open");
         server.abort();
     }
-    drop(channel);
+    rooms.close();
     instance.close();
-    advance(&life, Phase::Stopped)
+    advance(&life, Phase::Stopped)?;
+    outcome.map(drop)
+}
+
+fn ended_early(ended: Result<io::Result<()>, JoinError>) -> StartError {
+    match ended {
+        Ok(Ok(())) => StartError::setup("serve", "a server ended by itself"),
+        Ok(Err(error)) => StartError::setup("serve", error),
+        Err(error) => StartError::setup("serve", error),
+    }
+}
+
+/// Says the same of every service and of the whole.
+async fn set_health(health: &HealthReporter, status: ServingStatus) {
+    for service in rooms::SERVICES.into_iter().chain([WHOLE]) {
+        health.set_service_status(service, status).await;
+    }
 }
 
 fn advance(life: &Life, phase: Phase) -> Result<(), StartError> {
@@ -113,9 +141,7 @@ fn advance(life: &Life, phase: Phase) -> Result<(), StartError> {
 fn turn_on_panic(health: HealthReporter, mut panicked: watch::Receiver<bool>) {
     tokio::spawn(async move {
         if panicked.wait_for(|told| *told).await.is_ok() {
-            health
-                .set_service_status(WHOLE, ServingStatus::NotServing)
-                .await;
+            set_health(&health, ServingStatus::NotServing).await;
         }
     });
 }

@@ -103,6 +103,12 @@ pub fn journal_name(id: u64, plan_version: u64) -> String {
     format!("manager-{id:016x}.{plan_version}.journal")
 }
 
+/// Whether a file of the state directory is a manager's record or journal.
+#[must_use]
+pub fn is_of_manager(file: &str) -> bool {
+    file.starts_with("manager-") && (file.ends_with(".json") || file.ends_with(".journal"))
+}
+
 impl ManagerRecord {
     /// The record of a manager whose only plan is `model`'s.
     #[must_use]
