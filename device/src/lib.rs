@@ -5,8 +5,8 @@
 //! - [`control`], [`notice`], [`journal`]: the pages of the hand-over protocol;
 //! - [`handover`]: the protocol itself, pure, over any memory;
 //! - [`doorbell`], [`futex`]: waking;
-//! - [`process`], [`descriptor`], [`readiness`]: who a peer is, handing descriptors over,
-//!   waiting for them;
+//! - [`process`], [`fork`], [`descriptor`], [`readiness`]: who a peer is, whether we
+//!   are a forked child, handing descriptors over, waiting for them;
 //! - [`device`]: what a device must do; [`cpu`]: a device in host memory.
 //!
 //! It depends on `flextensord-proto` for layouts alone.
@@ -16,6 +16,7 @@ pub mod cpu;
 pub mod descriptor;
 pub mod device;
 pub mod doorbell;
+pub mod fork;
 pub mod futex;
 pub mod handover;
 pub mod journal;

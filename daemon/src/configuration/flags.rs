@@ -54,6 +54,10 @@ pub struct Flags {
     /// How long a stop waits for calls in progress [default: 10s]
     #[arg(long, value_name = "TIME")]
     pub drain_grace: Option<String>,
+    /// Overwrite ring ranges that clients gave back, to find who still reads them; costs
+    /// time [default: false]
+    #[arg(long, value_name = "BOOL")]
+    pub poison_released: Option<String>,
     /// Which events to log, such as info or flextensord=debug [default: info]
     #[arg(long, value_name = "FILTER")]
     pub log: Option<String>,
@@ -80,6 +84,7 @@ impl Flags {
             Key::MaxManagers => &self.max_managers,
             Key::ResumeGrace => &self.resume_grace,
             Key::DrainGrace => &self.drain_grace,
+            Key::PoisonReleased => &self.poison_released,
             Key::Log => &self.log,
             Key::LogFormat => &self.log_format,
         }

@@ -30,6 +30,8 @@ pub enum Key {
     ResumeGrace,
     /// How long a stop waits for calls in progress.
     DrainGrace,
+    /// Whether ring ranges that clients gave back are overwritten, to find readers of them.
+    PoisonReleased,
     /// Which events are logged.
     Log,
     /// How they are written.
@@ -38,7 +40,7 @@ pub enum Key {
 
 impl Key {
     /// All keys, in the order of their listing.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Instance,
         Self::RuntimeDir,
         Self::ShmDir,
@@ -52,6 +54,7 @@ impl Key {
         Self::MaxManagers,
         Self::ResumeGrace,
         Self::DrainGrace,
+        Self::PoisonReleased,
         Self::Log,
         Self::LogFormat,
     ];
@@ -73,6 +76,7 @@ impl Key {
             Self::MaxManagers => "max_managers",
             Self::ResumeGrace => "resume_grace",
             Self::DrainGrace => "drain_grace",
+            Self::PoisonReleased => "poison_released",
             Self::Log => "log",
             Self::LogFormat => "log_format",
         }

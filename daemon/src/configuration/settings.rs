@@ -67,6 +67,8 @@ pub struct Settings {
     pub resume_grace: Duration,
     /// How long a stop waits for calls in progress.
     pub drain_grace: Duration,
+    /// Whether ring ranges that clients gave back are overwritten.
+    pub poison_released: bool,
     /// Which events are logged, in the syntax of `EnvFilter`.
     pub log: String,
     /// How they are written.
@@ -111,6 +113,8 @@ impl Settings {
                 .unwrap_or(usize::MAX),
             resume_grace: time(Key::ResumeGrace, 5)?,
             drain_grace: time(Key::DrainGrace, 10)?,
+            poison_released: value::optional(layer, Key::PoisonReleased, value::boolean)?
+                .unwrap_or(false),
             log: value::optional(layer, Key::Log, value::filter)?
                 .unwrap_or_else(|| "info".to_owned()),
             log_format: value::optional(layer, Key::LogFormat, log_format)?

@@ -71,6 +71,7 @@ fn written(settings: &Settings, key: Key) -> Value {
         Key::MaxManagers => json!(settings.max_managers),
         Key::ResumeGrace => json!(time(settings.resume_grace)),
         Key::DrainGrace => json!(time(settings.drain_grace)),
+        Key::PoisonReleased => json!(settings.poison_released),
         Key::Log => json!(settings.log),
         Key::LogFormat => match settings.log_format {
             LogFormat::Human => json!("human"),
