@@ -11,7 +11,7 @@ use super::{
 /// one set of rules judges flags, environment and file.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Flags {
-    /// Configuration file [default: /etc/flextensord/<instance>.toml, if present]
+    /// Configuration file [default: /etc/flextensord/INSTANCE.toml, if present]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Name of this daemon among those of the machine [default: default]

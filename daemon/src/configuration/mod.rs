@@ -3,7 +3,7 @@
 //!
 //! - [`key`]: which keys there are;
 //! - [`mod@file`], [`environment`], [`flags`]: one layer each, as text;
-//! - [`value`]: the rules that text must meet;
+//! - `value`: the rules that text must meet;
 //! - [`settings`]: the layers put together: what the daemon runs by;
 //! - [`show`]: the effective configuration and where each value came from.
 

@@ -62,7 +62,8 @@ impl InstanceLock {
                 .write(true)
                 .create(true)
                 .truncate(false)
-                .mode(0o640)
+                // whoever can open the file can lock it, and so keep the daemon out
+                .mode(0o600)
                 .custom_flags(OFlag::O_NOFOLLOW.bits())
                 .open(path)
                 .map_err(kernel)?;
