@@ -113,7 +113,7 @@ impl Settings {
                 .unwrap_or(usize::MAX),
             resume_grace: time(Key::ResumeGrace, 5)?,
             drain_grace: time(Key::DrainGrace, 10)?,
-            poison_released: value::optional(layer, Key::PoisonReleased, value::boolean)?
+            poison_released: value::optional(layer, Key::PoisonReleased, value::truth)?
                 .unwrap_or(false),
             log: value::optional(layer, Key::Log, value::filter)?
                 .unwrap_or_else(|| "info".to_owned()),

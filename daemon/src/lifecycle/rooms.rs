@@ -26,15 +26,16 @@ use crate::{
         registry::{ManagerSettings, Managers},
     },
     service::{
-        admin::AdminService, idempotency::Idempotency, offload::OffloadService,
-        weights::WeightsService,
+        admin::AdminService,
+        offload::{Calls, OffloadService},
+        weights::WeightService,
     },
     state::StateDirectory,
     transfer::managed::ManagedDevice,
     weights::registry::{WeightSettings, WeightStore},
 };
 
-/// How often tickets and answers that nobody fetched are thrown away.
+/// How often tickets that nobody redeemed are thrown away.
 const EXPIRY: Duration = Duration::from_secs(10);
 /// Most threads that block at a time: loads, registrations, clean-ups.
 pub(super) const BLOCKING_THREADS: usize = 128;
@@ -49,7 +50,6 @@ pub(super) struct Rooms {
     weights: Arc<WeightStore>,
     tickets: Arc<Tickets>,
     notice: Arc<NoticePage>,
-    idempotency: Arc<Idempotency>,
     generation: u64,
     drain: watch::Sender<Option<Duration>>,
 }
@@ -88,7 +88,6 @@ impl Rooms {
             weights,
             tickets: Arc::default(),
             notice,
-            idempotency: Arc::default(),
             generation,
             drain: watch::Sender::new(None),
         })
@@ -101,15 +100,10 @@ impl Rooms {
             tickets: Arc::clone(&self.tickets),
             notice: Arc::clone(&self.notice),
             generation: self.generation,
-            idempotency: Arc::clone(&self.idempotency),
+            calls: Calls::default(),
         };
         let daemon_uid = nix::unistd::geteuid().as_raw();
-        let weights = WeightsService::new(
-            Arc::clone(&self.weights),
-            Arc::clone(&self.tickets),
-            Arc::clone(&self.idempotency),
-            daemon_uid,
-        );
+        let weights = WeightService::new(Arc::clone(&self.weights), Arc::clone(&self.tickets));
         let admin = AdminService {
             managers: Arc::clone(&self.managers),
             instance: instance.settings.instance.clone(),
@@ -119,7 +113,7 @@ impl Rooms {
             life: life.clone(),
             drain: self.drain.clone(),
             drain_grace: instance.settings.drain_grace,
-            idempotency: Arc::clone(&self.idempotency),
+            terminations: Arc::default(),
         };
         router
             .add_service(OffloadServer::new(offload))
@@ -163,7 +157,6 @@ impl Rooms {
             loop {
                 time::sleep(EXPIRY).await;
                 self.tickets.expire();
-                self.idempotency.expire();
             }
         };
         tokio::join!(self.managers.reclaim(), expire);

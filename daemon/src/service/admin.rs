@@ -47,8 +47,8 @@ pub struct AdminService {
     pub drain: watch::Sender<Option<Duration>>,
     /// How long a drain may take when nobody says.
     pub drain_grace: Duration,
-    /// Answers to repeated requests.
-    pub idempotency: Arc<Idempotency>,
+    /// Answers to repeated calls of TerminateManager.
+    pub terminations: Arc<Idempotency<TerminateManagerResponse>>,
 }
 
 impl AdminService {
@@ -149,7 +149,6 @@ impl Admin for AdminService {
     ) -> Result<Response<TerminateManagerResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
-        request::id(&message.request_id)?;
         let uid = message.uid.unwrap_or(peer.uid);
         if uid != peer.uid && !self.is_admin(peer) {
             let what = "terminate another user's manager";
@@ -159,8 +158,7 @@ impl Admin for AdminService {
             })
             .into());
         }
-        let key = (peer.uid, "TerminateManager", message.request_id.as_str());
-        let content = format!("{uid} {:?}", message.name);
+        let content: [&[u8]; 2] = [&uid.to_le_bytes(), message.name.as_bytes()];
         let work = async {
             let manager = self
                 .managers
@@ -171,7 +169,7 @@ impl Admin for AdminService {
             drop(self.managers.end(&manager, Reason::Terminated));
             Ok(TerminateManagerResponse { held_bytes })
         };
-        let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
+        let answer = self.terminations.once(peer.uid, &message.request_id, &content, work).await?;
         Ok(Response::new(answer))
     }
 

@@ -9,7 +9,6 @@ pub mod admin;
 pub mod caller;
 pub mod dump;
 pub mod failure;
-mod failure_managers;
 pub mod idempotency;
 pub mod offload;
 pub mod plan_pages;

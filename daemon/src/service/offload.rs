@@ -56,7 +56,17 @@ pub struct OffloadService {
     /// The daemon's generation.
     pub generation: u64,
     /// Answers to repeated requests.
-    pub idempotency: Arc<Idempotency>,
+    pub calls: Calls,
+}
+
+/// Answers to repeated requests, an RPC each.
+#[derive(Debug, Default)]
+pub struct Calls {
+    registrations: Arc<Idempotency<RegisterModelResponse>>,
+    acquires: Arc<Idempotency<AcquireResponse>>,
+    releases: Arc<Idempotency<ReleaseResponse>>,
+    passes: Arc<Idempotency<ReportPassResponse>>,
+    closes: Arc<Idempotency<CloseManagerResponse>>,
 }
 
 type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -73,8 +83,8 @@ impl OffloadService {
             bytes,
             manager: Some(manager.id),
         };
-        let notice = self.notice.export().map_err(|e| failure::kernel(&e))?;
-        let doorbell = manager.doorbell.export().map_err(|e| failure::kernel(&e))?;
+        let notice = self.notice.export().map_err(|e| failure::kernel_failure(&e))?;
+        let doorbell = manager.doorbell.export().map_err(|e| failure::kernel_failure(&e))?;
         let engine = u32::try_from(manager.device.index).unwrap_or(u32::MAX);
         Ok(Opened {
             name: manager.name.clone(),
@@ -141,23 +151,24 @@ impl Offload for OffloadService {
     ) -> Result<Response<RegisterModelResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let (id, token, registration) = collect(request.into_inner()).await?;
-        request::id(&id)?;
         let manager = self.find(peer, &token)?;
         let managers = Arc::clone(&self.managers);
-        let key = (peer.uid, "RegisterModel", id.as_str());
-        let content = format!("{token:?}{registration:?}");
-        let answer = self
-            .idempotency
-            .once(key, content.as_bytes(), async move {
-                // on a thread of its own, which finishes also when the caller is gone
+        let calls = Arc::clone(&self.calls.registrations);
+        // a task of its own, which finishes also when the caller is gone
+        let task = tokio::spawn(async move {
+            let content = format!("{registration:?}");
+            let work = async {
+                let registration = registration.clone();
                 let work = move || registration::register(&managers, &manager, &registration);
                 let model = tokio::task::spawn_blocking(work)
                     .await
                     .map_err(|_| request::worker())?
                     .map_err(Failure::from)?;
                 Ok(registered(&model))
-            })
-            .await?;
+            };
+            calls.once(peer.uid, &id, &[&token, content.as_bytes()], work).await
+        });
+        let answer = task.await.map_err(|_| request::worker())??;
         Ok(Response::new(answer))
     }
 
@@ -182,7 +193,6 @@ impl Offload for OffloadService {
     ) -> Result<Response<AcquireResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
-        request::id(&message.request_id)?;
         let limit = match Duration::from_millis(message.timeout_ms.into()) {
             Duration::ZERO => WAIT.0,
             limit if limit <= WAIT.1 => limit,
@@ -214,7 +224,7 @@ impl Offload for OffloadService {
                     .collect(),
             })
         };
-        let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
+        let answer = self.calls.acquires.once(peer.uid, &message.request_id, &content, work).await?;
         Ok(Response::new(answer))
     }
 
@@ -224,7 +234,6 @@ impl Offload for OffloadService {
     ) -> Result<Response<ReleaseResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
-        request::id(&message.request_id)?;
         let manager = self.find(peer, &message.token)?;
         let key = (peer.uid, "Release", message.request_id.as_str());
         let content = format!(
@@ -237,7 +246,7 @@ impl Offload for OffloadService {
                 .map_err(Failure::from)?;
             Ok(ReleaseResponse {})
         };
-        let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
+        let answer = self.calls.releases.once(peer.uid, &message.request_id, &content, work).await?;
         Ok(Response::new(answer))
     }
 
@@ -248,7 +257,6 @@ impl Offload for OffloadService {
         use std::sync::atomic::Ordering::Relaxed;
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
-        request::id(&message.request_id)?;
         let manager = self.find(peer, &message.token)?;
         let key = (peer.uid, "ReportPass", message.request_id.as_str());
         let content = format!(
@@ -262,7 +270,7 @@ impl Offload for OffloadService {
                 passes: before.wrapping_add(message.passes),
             })
         };
-        let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
+        let answer = self.calls.passes.once(peer.uid, &message.request_id, &content, work).await?;
         Ok(Response::new(answer))
     }
 
@@ -272,9 +280,7 @@ impl Offload for OffloadService {
     ) -> Result<Response<CloseManagerResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
-        request::id(&message.request_id)?;
-        let key = (peer.uid, "CloseManager", message.request_id.as_str());
-        let content = format!("{:?}", message.token);
+        let content: [&[u8]; 1] = [&message.token];
         let work = async {
             let manager = self.find(peer, &message.token)?;
             if let Some(cleanup) = self.managers.end(&manager, Reason::Closed) {
@@ -283,7 +289,7 @@ impl Offload for OffloadService {
             }
             Ok(CloseManagerResponse {})
         };
-        let answer = self.idempotency.once(key, content.as_bytes(), work).await?;
+        let answer = self.calls.closes.once(peer.uid, &message.request_id, &content, work).await?;
         Ok(Response::new(answer))
     }
 }

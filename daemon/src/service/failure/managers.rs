@@ -3,6 +3,7 @@
 use flextensord_device::{control::ControlError, device::DeviceError, kernel::KernelError};
 use flextensord_proto::kind::{Failure, Kind, Origin};
 
+use super::kernel_failure;
 use crate::{
     managers::error::ManagerError,
     plan::PlanError,
@@ -91,7 +92,7 @@ impl From<ManagerError> for Failure {
                 Failure::new(Kind::DeadlineExceeded, Origin::Daemon, text).with("bytes", bytes)
             }
             E::Device(error) => device(error),
-            E::Control(ControlError::Kernel(error)) | E::Kernel(error) => kernel(&error),
+            E::Control(ControlError::Kernel(error)) | E::Kernel(error) => kernel_failure(&error),
             E::Control(_) | E::Worker | E::Random | E::State(_) => {
                 Failure::new(Kind::Internal, Origin::Daemon, text)
             }
@@ -165,20 +166,9 @@ pub fn device(error: DeviceError) -> Failure {
                 "remedy",
                 "close managers on the device, or ask for a smaller budget",
             ),
-        DeviceError::Kernel(error) => kernel(&error),
+        DeviceError::Kernel(error) => kernel_failure(&error),
         DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
             Failure::new(Kind::Device, Origin::Driver, text)
         }
     }
-}
-
-/// A system call that failed.
-#[must_use]
-pub fn kernel(error: &KernelError) -> Failure {
-    let kind = if error.is_exhausted() {
-        Kind::TooMany
-    } else {
-        Kind::Kernel
-    };
-    Failure::new(kind, Origin::Kernel, error.to_string())
 }
