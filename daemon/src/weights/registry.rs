@@ -145,7 +145,8 @@ impl WeightStore {
     /// is dropped.
     ///
     /// # Errors
-    /// [`WeightError::NotFound`] when there is none that the user may see.
+    /// [`WeightError::NotFound`] when there is none that the user may see,
+    /// [`WeightError::Argument`] when the name is not legal.
     pub fn attach(&self, uid: u32, name: &str, manager: &str) -> Result<Attachment, WeightError> {
         let sets = self.sets();
         let set = find(&sets, uid, name)?;
@@ -194,7 +195,7 @@ impl WeightStore {
         let any = || sets.live.values().find(|set| set.name() == name);
         let set = match find(&sets, uid, name) {
             Ok(set) => set,
-            Err(e) if is_admin => any().ok_or(e)?,
+            Err(e @ WeightError::NotFound { .. }) if is_admin => any().ok_or(e)?,
             Err(e) => return Err(e),
         };
         let name = name.to_owned();
@@ -415,6 +416,7 @@ impl WeightStore {
 }
 
 fn find<'a>(sets: &'a Sets, uid: u32, name: &str) -> Result<&'a Arc<WeightSet>, WeightError> {
+    flextensord_proto::name::check(name).map_err(|e| WeightError::name("name", name, &e))?;
     let own = sets.live.get(&(uid, name.to_owned()));
     let shared = || {
         let mut all = sets.live.values();
