@@ -17,7 +17,7 @@ use flextensord_proto::v1::{
 use tokio::{sync::watch, time};
 use tonic::transport::server::Router;
 
-use super::{instance::StartError, Instance, Life};
+use super::{Instance, Life, instance::StartError};
 use crate::{
     channel::{server::ChannelServer, ticket::Tickets},
     configuration::DeviceKind,
@@ -40,8 +40,11 @@ const EXPIRY: Duration = Duration::from_secs(10);
 /// Most threads that block at a time: loads, registrations, clean-ups.
 pub(super) const BLOCKING_THREADS: usize = 128;
 /// Names of the services in `grpc.health.v1`, beside the empty one for the whole.
-pub(super) const SERVICES: [&str; 3] =
-    ["flextensor.v1.Offload", "flextensor.v1.Weights", "flextensor.v1.Admin"];
+pub(super) const SERVICES: [&str; 3] = [
+    "flextensor.v1.Offload",
+    "flextensor.v1.Weights",
+    "flextensor.v1.Admin",
+];
 
 /// The rooms of a daemon that serves.
 #[derive(Debug)]
@@ -81,8 +84,13 @@ impl Rooms {
             resume_grace: settings.resume_grace,
             poison_released: settings.poison_released,
         };
-        let managers =
-            Managers::new(manager_settings, generation, devices, Arc::clone(&weights), state);
+        let managers = Managers::new(
+            manager_settings,
+            generation,
+            devices,
+            Arc::clone(&weights),
+            state,
+        );
         Ok(Self {
             managers,
             weights,
@@ -138,7 +146,11 @@ impl Rooms {
     /// Waits until an operator asks for a drain; returns how long it may take.
     pub(super) async fn drain_asked(&self) -> Duration {
         let mut asked = self.drain.subscribe();
-        let limit = asked.wait_for(Option::is_some).await.ok().and_then(|limit| *limit);
+        let limit = asked
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|limit| *limit);
         // the sender is ours, so the wait cannot fail
         limit.unwrap_or_default()
     }
@@ -197,7 +209,9 @@ fn discard_managers(state: &StateDirectory) -> Result<(), StartError> {
     let names = state.list().map_err(|e| refused(io::Error::other(e)))?;
     for name in names.into_iter().filter(|name| record::is_of_manager(name)) {
         tracing::info!(name, "discard what a dead daemon's manager left");
-        state.remove(&name).map_err(|e| refused(io::Error::other(e)))?;
+        state
+            .remove(&name)
+            .map_err(|e| refused(io::Error::other(e)))?;
     }
     Ok(())
 }

@@ -169,7 +169,10 @@ impl Admin for AdminService {
             drop(self.managers.end(&manager, Reason::Terminated));
             Ok(TerminateManagerResponse { held_bytes })
         };
-        let answer = self.terminations.once(peer.uid, &message.request_id, &content, work).await?;
+        let answer = self
+            .terminations
+            .once(peer.uid, &message.request_id, &content, work)
+            .await?;
         Ok(Response::new(answer))
     }
 

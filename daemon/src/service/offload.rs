@@ -83,8 +83,14 @@ impl OffloadService {
             bytes,
             manager: Some(manager.id),
         };
-        let notice = self.notice.export().map_err(|e| failure::kernel_failure(&e))?;
-        let doorbell = manager.doorbell.export().map_err(|e| failure::kernel_failure(&e))?;
+        let notice = self
+            .notice
+            .export()
+            .map_err(|e| failure::kernel_failure(&e))?;
+        let doorbell = manager
+            .doorbell
+            .export()
+            .map_err(|e| failure::kernel_failure(&e))?;
         let engine = u32::try_from(manager.device.index).unwrap_or(u32::MAX);
         Ok(Opened {
             name: manager.name.clone(),
@@ -166,7 +172,9 @@ impl Offload for OffloadService {
                     .map_err(Failure::from)?;
                 Ok(registered(&model))
             };
-            calls.once(peer.uid, &id, &[&token, content.as_bytes()], work).await
+            calls
+                .once(peer.uid, &id, &[&token, content.as_bytes()], work)
+                .await
         });
         let answer = task.await.map_err(|_| request::worker())??;
         Ok(Response::new(answer))
@@ -201,11 +209,8 @@ impl Offload for OffloadService {
             }
         };
         let manager = self.find(peer, &message.token)?;
-        let key = (peer.uid, "Acquire", message.request_id.as_str());
-        let content = format!(
-            "{:?}{:?}{:?}",
-            message.token, message.layer, message.except_parts
-        );
+        let except = format!("{:?}", message.except_parts);
+        let content: [&[u8]; 3] = [&message.token, message.layer.as_bytes(), except.as_bytes()];
         let work = async {
             let (hold, model) =
                 holds::acquire(&manager, &message.layer, &message.except_parts, limit)
@@ -224,7 +229,11 @@ impl Offload for OffloadService {
                     .collect(),
             })
         };
-        let answer = self.calls.acquires.once(peer.uid, &message.request_id, &content, work).await?;
+        let answer = self
+            .calls
+            .acquires
+            .once(peer.uid, &message.request_id, &content, work)
+            .await?;
         Ok(Response::new(answer))
     }
 
@@ -235,18 +244,19 @@ impl Offload for OffloadService {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
         let manager = self.find(peer, &message.token)?;
-        let key = (peer.uid, "Release", message.request_id.as_str());
-        let content = format!(
-            "{:?}{}{:?}",
-            message.token, message.hold, message.keep_parts
-        );
+        let figures = format!("{} {:?}", message.hold, message.keep_parts);
+        let content: [&[u8]; 2] = [&message.token, figures.as_bytes()];
         let work = async {
             holds::release(&manager, message.hold, &message.keep_parts)
                 .await
                 .map_err(Failure::from)?;
             Ok(ReleaseResponse {})
         };
-        let answer = self.calls.releases.once(peer.uid, &message.request_id, &content, work).await?;
+        let answer = self
+            .calls
+            .releases
+            .once(peer.uid, &message.request_id, &content, work)
+            .await?;
         Ok(Response::new(answer))
     }
 
@@ -258,11 +268,8 @@ impl Offload for OffloadService {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
         let manager = self.find(peer, &message.token)?;
-        let key = (peer.uid, "ReportPass", message.request_id.as_str());
-        let content = format!(
-            "{:?}{} {}",
-            message.token, message.passes, message.waited_ns
-        );
+        let figures = format!("{} {}", message.passes, message.waited_ns);
+        let content: [&[u8]; 2] = [&message.token, figures.as_bytes()];
         let work = async {
             manager.waited_ns.fetch_add(message.waited_ns, Relaxed);
             let before = manager.passes.fetch_add(message.passes, Relaxed);
@@ -270,7 +277,11 @@ impl Offload for OffloadService {
                 passes: before.wrapping_add(message.passes),
             })
         };
-        let answer = self.calls.passes.once(peer.uid, &message.request_id, &content, work).await?;
+        let answer = self
+            .calls
+            .passes
+            .once(peer.uid, &message.request_id, &content, work)
+            .await?;
         Ok(Response::new(answer))
     }
 
@@ -289,7 +300,11 @@ impl Offload for OffloadService {
             }
             Ok(CloseManagerResponse {})
         };
-        let answer = self.calls.closes.once(peer.uid, &message.request_id, &content, work).await?;
+        let answer = self
+            .calls
+            .closes
+            .once(peer.uid, &message.request_id, &content, work)
+            .await?;
         Ok(Response::new(answer))
     }
 }

@@ -106,7 +106,10 @@ fn memory(
     let control_bytes = flextensord_proto::layout::control_bytes(parts) as u64;
     let control_ticket = match tickets {
         Some(_) => {
-            let descriptor = model.control.export().map_err(|e| failure::kernel_failure(&e))?;
+            let descriptor = model
+                .control
+                .export()
+                .map_err(|e| failure::kernel_failure(&e))?;
             ticket(Gift {
                 descriptor,
                 bytes: control_bytes,

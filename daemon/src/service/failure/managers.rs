@@ -1,6 +1,6 @@
 //! Failures of managers, and of the rooms that they stand on.
 
-use flextensord_device::{control::ControlError, device::DeviceError, kernel::KernelError};
+use flextensord_device::{control::ControlError, device::DeviceError};
 use flextensord_proto::kind::{Failure, Kind, Origin};
 
 use super::kernel_failure;
