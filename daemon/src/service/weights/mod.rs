@@ -3,6 +3,8 @@
 mod message;
 mod page;
 mod put;
+#[cfg(test)]
+mod tests;
 mod work;
 
 use std::{pin::Pin, sync::Arc};
