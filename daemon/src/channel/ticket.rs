@@ -187,6 +187,7 @@ mod tests {
         Gift {
             descriptor: tempfile::tempfile().unwrap().into(),
             bytes: 3,
+            manager: None,
         }
     }
 

@@ -123,39 +123,10 @@ fn prepare(
         set.manifest(),
         &registration.layers,
     )?;
-    let memory = &manager.device.memory;
     let requested = registration
         .budget
         .bytes(manager.device.info().total_bytes)?;
-    // residents that are there already count in full, but need no new memory
-    let there = manager
-        .device
-        .residents
-        .bytes_of(manager.owner.uid, set.id());
-    let available = memory.available().saturating_add(there);
-    let granted = requested.min(available);
-    let input = Input {
-        parts: structure.parts.iter().map(|part| part.bytes).collect(),
-        uses: structure
-            .layers
-            .iter()
-            .map(|layer| layer.parts.clone())
-            .collect(),
-        budget: granted,
-    };
-    let plan = plan::plan(&input).map_err(|error| match error {
-        PlanError::Infeasible { least, .. } if least <= requested => {
-            ManagerError::Memory(MemoryError::Exhausted {
-                device: manager.device.info().name.clone(),
-                wanted: least,
-                available,
-                total: manager.device.info().total_bytes,
-                reclaiming: memory.reclaiming_bytes(),
-            })
-        }
-        other => other.into(),
-    })?;
-    let requests = block_requests(manager.owner.uid, &set, &structure, &plan);
+    let (granted, plan, requests) = fit(manager, &set, &structure, requested)?;
     let mut given = manager.device.residents.get(&requests, plan.ring_bytes)?;
     let filled = plan.resident_bytes - given.shared_bytes;
     manager
@@ -179,6 +150,54 @@ fn prepare(
         structure,
         plan,
     })
+}
+
+/// The best plan that fits into what is free now: budget, plan, and its blocks. Residents
+/// that are on the device already count in full but need no new memory, so the budget
+/// that can be granted depends on the plan: it is lowered until both agree.
+fn fit(
+    manager: &Manager,
+    set: &WeightSet,
+    structure: &Structure,
+    requested: u64,
+) -> Result<(u64, Plan, Vec<BlockRequest>), ManagerError> {
+    let memory = &manager.device.memory;
+    let residents = &manager.device.residents;
+    memory.sweep();
+    let there = residents.bytes_of(manager.owner.uid, set.id());
+    let mut granted = requested.min(memory.available().saturating_add(there));
+    loop {
+        let input = Input {
+            parts: structure.parts.iter().map(|part| part.bytes).collect(),
+            uses: structure
+                .layers
+                .iter()
+                .map(|layer| layer.parts.clone())
+                .collect(),
+            budget: granted,
+        };
+        let plan = plan::plan(&input).map_err(|error| match error {
+            PlanError::Infeasible { least, .. } if least <= requested => {
+                ManagerError::Memory(MemoryError::Exhausted {
+                    device: manager.device.info().name.clone(),
+                    wanted: least,
+                    available: granted,
+                    total: manager.device.info().total_bytes,
+                    reclaiming: memory.reclaiming_bytes(),
+                })
+            }
+            other => other.into(),
+        })?;
+        let requests = block_requests(manager.owner.uid, set, structure, &plan);
+        let wanted = residents.missing(&requests).saturating_add(plan.ring_bytes);
+        match wanted
+            .checked_sub(memory.available())
+            .filter(|over| *over > 0)
+        {
+            Some(over) => granted = granted.min(plan.held_bytes()).saturating_sub(over),
+            None => return Ok((granted, plan, requests)),
+        }
+    }
 }
 
 fn identity(manager: &Manager, structure: &Structure) -> ControlIdentity {

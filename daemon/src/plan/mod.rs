@@ -14,8 +14,10 @@ pub use prefix::plan;
 /// Parts under this size stay resident unless nothing else fits: a hand-over costs
 /// more than it saves.
 pub const SMALL_BYTES: u64 = 256 << 10;
-/// Most bytes of one allocation of residents.
-pub const BLOCK_BYTES: u64 = 256 << 20;
+/// Least and most bytes after which a block of residents is full; between them it is a
+/// 64th of all parts. So a model lies in few allocations, and plans of different
+/// budgets still share all blocks but one.
+pub const BLOCK_BYTES: (u64, u64) = (4 << 20, 256 << 20);
 
 /// What is to be planned.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -149,15 +149,17 @@ fn held_by_blocks(input: &Input, residents: &[u32]) -> u64 {
         .sum()
 }
 
-/// Cuts residents into blocks of at most [`BLOCK_BYTES`], or of one larger part.
+/// Cuts residents into blocks. Where the cuts lie does not depend on the budget.
 fn blocks(input: &Input, residents: &[u32]) -> Vec<Block> {
+    let all: u64 = input.parts.iter().map(|bytes| taken(*bytes)).sum();
+    let full = (all / 64).clamp(BLOCK_BYTES.0, BLOCK_BYTES.1);
     let mut blocks: Vec<Block> = Vec::new();
     for part in residents {
         let bytes = taken(input.parts[*part as usize]);
-        match blocks
-            .last_mut()
-            .filter(|block| block.bytes + bytes <= BLOCK_BYTES)
-        {
+        let open = blocks.last_mut().filter(|block| {
+            block.bytes < full && block.bytes.saturating_add(bytes) <= BLOCK_BYTES.1
+        });
+        match open {
             Some(block) => {
                 block.bytes += bytes;
                 block.parts.push(*part);

@@ -110,6 +110,22 @@ impl Residents {
         self.sum(|key| key.uid == uid && key.weight_set == weight_set)
     }
 
+    /// Bytes of those blocks that are neither there nor being filled.
+    #[must_use]
+    pub fn missing(&self, requests: &[BlockRequest]) -> u64 {
+        let slots = self.slots();
+        let there = |request: &&BlockRequest| match slots.get(&request.key) {
+            Some(Slot::Filling) => true,
+            Some(Slot::Filled(block)) => block.strong_count() > 0,
+            None => false,
+        };
+        requests
+            .iter()
+            .filter(|request| !there(request))
+            .map(|request| request.bytes)
+            .sum()
+    }
+
     /// Bytes of all blocks.
     #[must_use]
     pub fn bytes(&self) -> u64 {

@@ -14,6 +14,8 @@
 pub mod budget;
 pub mod cgroup;
 pub mod checkpoint;
+mod claim;
+mod declaration;
 pub mod digest;
 pub mod dtype;
 pub mod error;

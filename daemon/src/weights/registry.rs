@@ -11,32 +11,19 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
 };
 
-use flextensord_device::segment::{self, SegmentBuilder, SegmentError};
+use flextensord_device::segment;
 
 pub use super::set::{Attachment, Identity, WeightSet};
 use super::{
-    budget::{Budget, HostMemory, Reservation},
+    budget::{Budget, HostMemory},
+    claim::{BuildProgress, Key},
     error::WeightError,
-    leftovers,
-    loader::Watch,
-    manifest::Manifest,
-    record,
+    leftovers, record,
     set::Attacher,
 };
 use crate::state::StateDirectory;
-
-/// Most live sets.
-const SETS: usize = 1024;
-/// Most loads and puts at a time, waiting ones included: of all users and of one.
-const CALLS: usize = 64;
-const CALLS_OF_USER: usize = 8;
-/// How long a call waits for another one that loads the same name.
-const BUILD_WAIT: Duration = Duration::from_secs(30 * 60);
-/// How often a waiting call looks whether its caller is still there.
-const WAIT_STEP: Duration = Duration::from_millis(50);
 
 /// What the store is told at start.
 #[derive(Debug, Clone)]
@@ -68,32 +55,24 @@ pub struct HostFigures {
     pub shm_free_bytes: u64,
 }
 
-/// User and name, or user and what stands for a name while that is not known.
-pub(crate) type Key = (u32, String);
-
 /// All live weight sets.
 #[derive(Debug)]
 pub struct WeightStore {
     settings: WeightSettings,
     state: StateDirectory,
-    budget: Arc<Budget>,
+    pub(super) budget: Arc<Budget>,
     clock: Arc<AtomicU64>,
     sets: Mutex<Sets>,
-    changed: Condvar,
-    calls: Mutex<BTreeMap<u32, usize>>,
+    /// Told when a build ends.
+    pub(super) changed: Condvar,
+    /// Loads and puts under way, by user.
+    pub(super) calls: Mutex<BTreeMap<u32, usize>>,
 }
 
 #[derive(Debug, Default)]
-struct Sets {
-    live: BTreeMap<Key, Arc<WeightSet>>,
-    building: HashMap<Key, Arc<BuildProgress>>,
-}
-
-/// How far the call is that others wait for.
-#[derive(Debug, Default)]
-pub(crate) struct BuildProgress {
-    pub(crate) done: AtomicU64,
-    pub(crate) total: AtomicU64,
+pub(super) struct Sets {
+    pub(super) live: BTreeMap<Key, Arc<WeightSet>>,
+    pub(super) building: HashMap<Key, Arc<BuildProgress>>,
 }
 
 impl WeightStore {
@@ -278,104 +257,6 @@ impl WeightStore {
         &self.state
     }
 
-    /// Counts a load or put of `uid` for as long as the answer lives.
-    pub(crate) fn admit(self: &Arc<Self>, uid: u32) -> Result<Call, WeightError> {
-        let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        let total: usize = calls.values().sum();
-        let own = calls.entry(uid).or_default();
-        for (count, limit, what) in [
-            (*own, CALLS_OF_USER, "loads and puts of this user at a time"),
-            (total, CALLS, "loads and puts at a time"),
-        ] {
-            if count >= limit {
-                return Err(WeightError::TooMany { what, limit });
-            }
-        }
-        *own += 1;
-        drop(calls);
-        let store = Arc::clone(self);
-        Ok(Call { store, uid })
-    }
-
-    /// Takes `key` to build a set under it, or finds the live one. Waits while another
-    /// call builds it.
-    pub(crate) fn claim(
-        self: &Arc<Self>,
-        key: Key,
-        watch: &dyn Watch,
-    ) -> Result<Claim, WeightError> {
-        let deadline = Instant::now() + BUILD_WAIT;
-        let mut sets = self.sets();
-        loop {
-            if let Some(set) = sets.live.get(&key) {
-                return Ok(Claim::Live(Arc::clone(set)));
-            }
-            let Some(progress) = sets.building.get(&key).cloned() else {
-                if sets.live.len() + sets.building.len() >= SETS {
-                    let what = "weight sets";
-                    return Err(WeightError::TooMany { what, limit: SETS });
-                }
-                let progress = Arc::new(BuildProgress::default());
-                sets.building.insert(key.clone(), Arc::clone(&progress));
-                let store = Arc::clone(self);
-                return Ok(Claim::Build(Build {
-                    store,
-                    key,
-                    progress,
-                }));
-            };
-            watch.progress(
-                progress.done.load(Ordering::Relaxed),
-                progress.total.load(Ordering::Relaxed),
-            );
-            if watch.is_cancelled() {
-                return Err(WeightError::Aborted {
-                    what: "wait for another load",
-                    reason: "the caller is gone or has given up".to_owned(),
-                });
-            }
-            if Instant::now() >= deadline {
-                let (name, seconds) = (key.1, BUILD_WAIT.as_secs());
-                return Err(WeightError::Timeout { name, seconds });
-            }
-            let waited = self.changed.wait_timeout(sets, WAIT_STEP);
-            sets = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// A segment for `manifest`, with its budget; evicts what it must.
-    pub(crate) fn room(&self, manifest: &Manifest) -> Result<Room, WeightError> {
-        let bytes = manifest.segment_bytes();
-        let id = random_id()?;
-        let name = leftovers::segment_name(&self.settings.instance, &id);
-        loop {
-            let mut reservation = self.reserve(bytes)?;
-            match SegmentBuilder::new(&self.settings.shm_dir, &name, bytes) {
-                Ok(builder) => {
-                    reservation.mark_allocated();
-                    return Ok(Room {
-                        id,
-                        reservation,
-                        builder,
-                    });
-                }
-                Err(SegmentError::Full { wanted, free, .. })
-                    if self.evict(wanted.saturating_sub(free).max(1)) > 0 => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-    }
-
-    fn reserve(&self, bytes: u64) -> Result<Reservation, WeightError> {
-        loop {
-            match self.budget.reserve(bytes) {
-                Err(WeightError::HostMemory { available, .. })
-                    if self.evict(bytes.saturating_sub(available).max(1)) > 0 => {}
-                other => return other,
-            }
-        }
-    }
-
     /// Whether `set` is still live; it counts as used now. `share` opens it to others if
     /// `uid` owns it.
     pub(crate) fn confirm(
@@ -421,7 +302,7 @@ impl WeightStore {
         set.touch(self.clock.fetch_add(1, Ordering::Relaxed));
     }
 
-    fn sets(&self) -> MutexGuard<'_, Sets> {
+    pub(super) fn sets(&self) -> MutexGuard<'_, Sets> {
         self.sets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -441,61 +322,230 @@ fn find<'a>(sets: &'a Sets, uid: u32, name: &str) -> Result<&'a Arc<WeightSet>, 
     })
 }
 
-fn random_id() -> Result<String, WeightError> {
-    let mut id = [0_u8; leftovers::ID_DIGITS / 2];
-    getrandom::fill(&mut id).map_err(|_| WeightError::Internal("no random numbers"))?;
-    Ok(id.iter().map(|byte| format!("{byte:02x}")).collect())
-}
+#[cfg(test)]
+pub(crate) mod fixture {
+    //! A store in scratch directories.
 
-/// A load or put that counts against the limits.
-#[derive(Debug)]
-pub(crate) struct Call {
-    store: Arc<WeightStore>,
-    uid: u32,
-}
+    use std::{fs, path::Path, sync::Arc};
 
-impl Drop for Call {
-    fn drop(&mut self) {
-        let calls = &self.store.calls;
-        let mut calls = calls.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = calls.get_mut(&self.uid) {
-            *count -= 1;
-            if *count == 0 {
-                calls.remove(&self.uid);
-            }
+    use super::{
+        super::{
+            budget::HostMemory, checkpoint::fixture::single, error::WeightError, load::Outcome,
+            load::SetRequest, loader::Cancel,
+        },
+        WeightSettings, WeightStore,
+    };
+    use crate::state::StateDirectory;
+
+    /// A store with its directories, which must end up empty.
+    pub(crate) struct Scratch {
+        pub(crate) store: Arc<WeightStore>,
+        pub(crate) shm: tempfile::TempDir,
+        pub(crate) state: tempfile::TempDir,
+    }
+
+    impl Scratch {
+        pub(crate) fn new(host_limit: Option<u64>) -> Self {
+            let shm = tempfile::tempdir().unwrap();
+            let state = tempfile::tempdir().unwrap();
+            let settings = WeightSettings {
+                instance: "test".to_owned(),
+                shm_dir: shm.path().to_owned(),
+                host_limit,
+                load_threads: 2,
+            };
+            let host = HostMemory {
+                root: state.path().join("none"),
+                available: Box::new(|| Some(1 << 40)),
+            };
+            let directory = StateDirectory::open(state.path()).unwrap();
+            let store = WeightStore::on_host(settings, directory, host).unwrap();
+            Self { store, shm, state }
+        }
+
+        /// Number of segments and of state files.
+        pub(crate) fn files(&self) -> (usize, usize) {
+            let count = |path: &Path| fs::read_dir(path).unwrap().count();
+            (count(self.shm.path()), count(self.state.path()))
+        }
+
+        /// Loads `U8` tensors.
+        pub(crate) fn load(
+            &self,
+            request: &SetRequest,
+            tensors: &[(&str, &[u8])],
+        ) -> Result<Outcome, WeightError> {
+            self.store
+                .load(request, single(tensors), &Cancel::default())
+        }
+    }
+
+    /// A request of user 1 for a set with that name; none when it is empty.
+    pub(crate) fn named(name: &str) -> SetRequest {
+        SetRequest {
+            uid: 1,
+            name: Some(name.to_owned()).filter(|name| !name.is_empty()),
+            content_id: None,
+            share: false,
         }
     }
 }
 
-/// The answer of [`WeightStore::claim`].
-#[derive(Debug)]
-pub(crate) enum Claim {
-    /// There is a live set.
-    Live(Arc<WeightSet>),
-    /// The caller may build one.
-    Build(Build),
-}
+#[cfg(test)]
+mod tests {
+    use super::{super::load::SetRequest, fixture::*, *};
 
-/// The right to build a set under a key; others wait until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Build {
-    store: Arc<WeightStore>,
-    key: Key,
-    pub(crate) progress: Arc<BuildProgress>,
-}
+    const ONE: &[(&str, &[u8])] = &[("a", b"123"), ("b", b"4")];
 
-impl Drop for Build {
-    fn drop(&mut self) {
-        self.store.sets().building.remove(&self.key);
-        self.store.changed.notify_all();
+    #[test]
+    fn a_set_stays_while_it_is_attached_and_leaves_nothing_when_dropped() {
+        let scratch = Scratch::new(None);
+        scratch.load(&named("m"), ONE).unwrap();
+        assert_eq!(scratch.files(), (1, 1));
+        let attachment = scratch.store.attach(1, "m", "manager-a").unwrap();
+        let set = Arc::clone(attachment.set());
+        assert_eq!(set.attached_by()[0].manager, "manager-a");
+        let error = scratch.store.remove(1, false, "m").unwrap_err();
+        assert!(matches!(error, WeightError::InUse { managers: 1, .. }));
+        assert_eq!(scratch.store.evict(1), 0);
+        drop(attachment);
+        assert_eq!(scratch.store.remove(1, false, "m").unwrap(), 4096);
+        assert_eq!(scratch.store.host().segment_bytes, 4096);
+        drop(set);
+        assert_eq!(scratch.store.host().segment_bytes, 0);
+        assert_eq!(scratch.files(), (0, 0));
     }
-}
 
-/// A segment under construction with its budget and the id of its set.
-#[derive(Debug)]
-pub(crate) struct Room {
-    // before the reservation, so that bytes return to the kernel before the budget
-    pub(crate) builder: SegmentBuilder,
-    pub(crate) reservation: Reservation,
-    pub(crate) id: String,
+    #[test]
+    fn another_users_set_is_absent_unless_it_is_shared() {
+        let scratch = Scratch::new(None);
+        scratch.load(&named("m"), ONE).unwrap();
+        let unshared = scratch.store.attach(2, "m", "x").unwrap_err();
+        let absent = scratch.store.attach(2, "n", "x").unwrap_err();
+        assert_eq!(
+            unshared.to_string().replace("\"m\"", "\"n\""),
+            absent.to_string()
+        );
+        assert!(scratch.store.visible_to(2).is_empty());
+        let error = scratch.store.remove(2, false, "m").unwrap_err();
+        assert!(matches!(error, WeightError::NotFound { .. }));
+        let share = SetRequest {
+            share: true,
+            ..named("m")
+        };
+        assert!(scratch.load(&share, ONE).unwrap().attached);
+        assert_eq!(scratch.store.visible_to(2).len(), 1);
+        assert!(scratch.store.attach(2, "m", "x").is_ok());
+        let error = scratch.store.remove(2, false, "m").unwrap_err();
+        assert!(matches!(error, WeightError::NotOwner { .. }));
+        // one's own set comes first
+        let own = SetRequest {
+            uid: 2,
+            ..named("m")
+        };
+        let outcome = scratch.load(&own, &[("z", b"9")]).unwrap();
+        assert!(!outcome.attached);
+        assert_eq!(scratch.store.get(2, "m").unwrap().id(), outcome.set.id());
+        drop(outcome);
+        scratch.store.remove(0, true, "m").unwrap();
+        assert_eq!(scratch.store.all().len(), 1);
+    }
+
+    #[test]
+    fn names_that_could_leave_their_directory_are_refused_and_nothing_is_left() {
+        let scratch = Scratch::new(None);
+        for name in ["a/b", "..", "a\0b", &"x".repeat(129), ".a"] {
+            let error = scratch.load(&named(name), ONE).unwrap_err();
+            assert!(matches!(error, WeightError::Argument { .. }), "{name:?}");
+            let error = scratch.store.attach(1, name, "m").unwrap_err();
+            assert!(matches!(error, WeightError::Argument { .. }), "{name:?}");
+        }
+        assert!(scratch.store.attach(1, "", "m").is_err());
+        assert_eq!(scratch.files(), (0, 0));
+    }
+
+    #[test]
+    fn unattached_sets_make_room_least_recently_used_first() {
+        let scratch = Scratch::new(Some(3 * 4096));
+        for name in ["a", "b", "c"] {
+            scratch.load(&named(name), ONE).unwrap();
+        }
+        let kept = scratch.store.attach(1, "a", "m").unwrap();
+        drop(scratch.store.attach(1, "b", "m").unwrap());
+        // c is now the one that was used longest ago
+        scratch.load(&named("d"), ONE).unwrap();
+        let names = |s: &Scratch| -> Vec<String> {
+            s.store
+                .all()
+                .iter()
+                .map(|set| set.name().to_owned())
+                .collect()
+        };
+        assert_eq!(names(&scratch), ["a", "b", "d"]);
+        // what can never fit evicts nobody
+        let error = scratch
+            .load(&named("e"), &[("w", &[0; 4 * 4096])])
+            .unwrap_err();
+        assert!(
+            matches!(error, WeightError::HostMemory { limit: 12288, .. }),
+            "{error}"
+        );
+        let error = scratch
+            .load(&named("e"), &[("w", &[0; 3 * 4096])])
+            .unwrap_err();
+        assert!(matches!(error, WeightError::HostMemory { .. }), "{error}");
+        assert_eq!(names(&scratch), ["a", "b", "d"]);
+        drop(kept);
+        scratch.load(&named("e"), &[("w", &[0; 3 * 4096])]).unwrap();
+        assert_eq!(names(&scratch), ["e"]);
+        assert_eq!(scratch.files(), (1, 1));
+    }
+
+    #[test]
+    fn a_removed_segment_is_flagged_and_still_served() {
+        let scratch = Scratch::new(None);
+        let set = scratch.load(&named("m"), ONE).unwrap().set;
+        std::fs::remove_file(set.segment().path()).unwrap();
+        std::fs::write(set.segment().path(), b"other").unwrap();
+        assert!(set.segment().is_unlinked());
+        let again = scratch.store.attach(1, "m", "x").unwrap();
+        let given = again.set().segment().export().unwrap();
+        let mut bytes = [0; 3];
+        let file = std::fs::File::from(given);
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
+        assert_eq!(&bytes, b"123");
+    }
+
+    #[test]
+    fn a_user_cannot_start_calls_without_end() {
+        let scratch = Scratch::new(None);
+        let calls: Vec<_> = (0..8).map(|_| scratch.store.admit(1).unwrap()).collect();
+        assert!(matches!(
+            scratch.store.admit(1),
+            Err(WeightError::TooMany { limit: 8, .. })
+        ));
+        assert!(scratch.store.admit(2).is_ok());
+        drop(calls);
+        assert!(scratch.store.admit(1).is_ok());
+    }
+
+    #[test]
+    fn a_successor_removes_what_a_killed_daemon_left() {
+        let scratch = Scratch::new(None);
+        let set = scratch.load(&named("m"), ONE).unwrap().set;
+        let state = scratch.store.state().clone();
+        let record: super::super::record::SetRecord =
+            state.read(&record::file_name(set.id())).unwrap().unwrap();
+        assert_eq!(record.manifest, *set.manifest());
+        assert_eq!(record.digest, set.digest());
+        // what a kill leaves: the files without their process
+        let left = set.segment().path().with_file_name(leftovers::segment_name(
+            "test",
+            &"0".repeat(leftovers::ID_DIGITS),
+        ));
+        std::fs::write(&left, b"x").unwrap();
+        let removed = WeightStore::discard_leftovers(scratch.shm.path(), "test", &state);
+        assert_eq!(removed.unwrap(), 2);
+        assert_eq!(scratch.files(), (0, 0));
+    }
 }

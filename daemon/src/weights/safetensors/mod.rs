@@ -4,111 +4,20 @@
 //! tensors' bytes, which must follow each other without overlap, hole or rest. Offsets
 //! need no alignment.
 
-use std::{collections::HashSet, fmt, marker::PhantomData};
+mod error;
+mod json;
 
-use flextensord_proto::{limit, name};
-use serde::{
-    Deserialize, Deserializer,
-    de::{Error as _, MapAccess, Visitor},
-};
+use flextensord_proto::name;
 
-use super::dtype::{self, SizeError};
+pub use self::error::HeaderError;
+pub(crate) use self::json::UniqueMap;
+use self::json::{Entry, Header};
+use super::dtype;
 
 /// Most bytes of a header, as in the reference implementation.
 pub const HEADER_BYTES: u64 = 100_000_000;
 /// Bytes of the header's length.
 pub const PREFIX_BYTES: u64 = 8;
-
-/// What is wrong with a header. Messages repeat only what the file itself says.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum HeaderError {
-    /// Too short to hold anything.
-    #[error("it has {bytes} bytes, too few for a safetensors file")]
-    Short {
-        /// Bytes of the file.
-        bytes: u64,
-    },
-    /// A header over the limit.
-    #[error("header of {bytes} bytes is over the limit of {HEADER_BYTES}")]
-    HeaderLength {
-        /// Bytes that the file claims.
-        bytes: u64,
-    },
-    /// A header that passes the end of the file.
-    #[error("header of {bytes} bytes passes the end of the file of {file} bytes")]
-    HeaderCut {
-        /// Bytes that the file claims.
-        bytes: u64,
-        /// Bytes of the file.
-        file: u64,
-    },
-    /// Not the JSON that it should be.
-    #[error("header is not valid: {problem}")]
-    Json {
-        /// What the parser says.
-        problem: String,
-    },
-    /// A tensor's name.
-    #[error("tensor {tensor:?}: {problem}")]
-    Name {
-        /// The name.
-        tensor: String,
-        /// The rule it breaks.
-        problem: String,
-    },
-    /// A tensor's size.
-    #[error("tensor {tensor:?} of dtype {dtype:?}: {problem}")]
-    Size {
-        /// The tensor.
-        tensor: String,
-        /// Its type.
-        dtype: String,
-        /// What is wrong.
-        problem: SizeError,
-    },
-    /// Offsets that do not agree with type and shape.
-    #[error(
-        "tensor {tensor:?} has offsets {begin}..{end}, but dtype and shape need {needed} bytes"
-    )]
-    Offsets {
-        /// The tensor.
-        tensor: String,
-        /// First byte.
-        begin: u64,
-        /// Byte after the last.
-        end: u64,
-        /// Bytes that dtype and shape give.
-        needed: u64,
-    },
-    /// Bytes that two tensors claim.
-    #[error("tensor {tensor:?} begins at {begin}, inside the tensor that ends at {expected}")]
-    Overlap {
-        /// The second of the two.
-        tensor: String,
-        /// Where it begins.
-        begin: u64,
-        /// Where the one before it ends.
-        expected: u64,
-    },
-    /// Bytes that no tensor claims.
-    #[error("tensor {tensor:?} begins at {begin}, which leaves a hole from {expected}")]
-    Hole {
-        /// The tensor after the hole.
-        tensor: String,
-        /// Where it begins.
-        begin: u64,
-        /// Where the hole begins.
-        expected: u64,
-    },
-    /// Tensors and file end at different places.
-    #[error("tensors take {tensors} bytes, the file has {file} behind its header")]
-    End {
-        /// Bytes of all tensors.
-        tensors: u64,
-        /// Bytes behind the header.
-        file: u64,
-    },
-}
 
 /// A tensor as the header declares it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -200,14 +109,6 @@ pub fn parse(header: &[u8], file_bytes: u64) -> Result<Vec<FileTensor>, HeaderEr
     Ok(tensors)
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Entry {
-    dtype: String,
-    shape: Vec<u64>,
-    data_offsets: [u64; 2],
-}
-
 impl Entry {
     /// The tensor, its offset still relative to the end of the header.
     fn check(self, name: String) -> Result<FileTensor, HeaderError> {
@@ -246,76 +147,6 @@ impl Entry {
             bytes: needed,
         })
     }
-}
-
-/// Tensors by name, each once, without the free-form `__metadata__`.
-struct Header(Vec<(String, Entry)>);
-
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = Header;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("tensors by name")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
-                let mut seen = HashSet::new();
-                let mut entries = Vec::new();
-                while let Some(key) = map.next_key::<String>()? {
-                    if key == "__metadata__" {
-                        map.next_value::<UniqueMap<String>>()?;
-                    } else if entries.len() == limit::TENSORS {
-                        let text = format!("more than {} tensors", limit::TENSORS);
-                        return Err(A::Error::custom(text));
-                    } else {
-                        entries.push((key.clone(), map.next_value()?));
-                    }
-                    once::<A::Error>(&mut seen, key)?;
-                }
-                Ok(Header(entries))
-            }
-        }
-        deserializer.deserialize_map(Entries)
-    }
-}
-
-/// A JSON object whose keys are all different.
-pub(crate) struct UniqueMap<V>(pub(crate) Vec<(String, V)>);
-
-impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Pairs<V>(PhantomData<V>);
-        impl<'de, V: Deserialize<'de>> Visitor<'de> for Pairs<V> {
-            type Value = UniqueMap<V>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap<V>, A::Error> {
-                let mut seen = HashSet::new();
-                let mut pairs = Vec::new();
-                while let Some((key, value)) = map.next_entry::<String, V>()? {
-                    once::<A::Error>(&mut seen, key.clone())?;
-                    pairs.push((key, value));
-                }
-                Ok(UniqueMap(pairs))
-            }
-        }
-        deserializer.deserialize_map(Pairs(PhantomData))
-    }
-}
-
-fn once<E: serde::de::Error>(seen: &mut HashSet<String>, key: String) -> Result<(), E> {
-    if seen.contains(&key) {
-        let shown: String = key.chars().take(64).collect();
-        return Err(E::custom(format!("key {shown:?} appears twice")));
-    }
-    seen.insert(key);
-    Ok(())
 }
 
 #[cfg(test)]
