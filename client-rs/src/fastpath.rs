@@ -152,3 +152,6 @@ impl Plane {
         }
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -376,3 +376,6 @@ async fn close(client: Client, lease: Arc<Lease>, limit: Duration) -> Result<(),
     });
     answer.await.map(drop)
 }
+
+#[cfg(test)]
+mod tests;

@@ -280,3 +280,6 @@ pub(crate) fn no_set(call: &'static str) -> ClientError {
         reason: "the answer names no weight set".to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests;
