@@ -18,7 +18,8 @@ use super::{
 /// What a load tells its caller while it runs. All methods may be called from several
 /// threads at a time and must not block.
 pub trait Watch: Sync {
-    /// `done` of `total` bytes are read.
+    /// `done` of `total` bytes are read. Calls of one reading may come out of order; a
+    /// `done` of 0 begins a new one.
     fn progress(&self, done: u64, total: u64);
     /// Whether the caller has given up.
     fn is_cancelled(&self) -> bool;
@@ -83,6 +84,7 @@ pub fn read(
     let count = jobs.len();
     let total = checkpoint.manifest().logical_bytes();
     let done = AtomicU64::new(0);
+    watch.progress(0, total);
     let stopped = AtomicBool::new(false);
     let jobs = Mutex::new(jobs);
     let next = || {
