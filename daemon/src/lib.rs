@@ -10,10 +10,12 @@
 //! - [`channel`]: the descriptor channel and its tickets;
 //! - [`service`]: gRPC to the domain and back;
 //! - [`lifecycle`]: instance lock, start, phases, drain;
-//! - [`doctor`]: what is wrong with this machine.
+//! - [`doctor`]: what is wrong with this machine;
+//! - [`cli`]: the command line.
 #![forbid(unsafe_code)]
 
 pub mod channel;
+pub mod cli;
 pub mod configuration;
 pub mod doctor;
 pub mod lifecycle;

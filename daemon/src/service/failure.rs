@@ -1,7 +1,11 @@
 //! The one place where errors of all rooms become what travels to a client.
 
+mod managers;
+
 use flextensord_device::{kernel::KernelError, segment::SegmentError};
 use flextensord_proto::kind::{Failure, Kind, Origin};
+
+pub use managers::device;
 
 use crate::{channel::ticket::TicketError, weights::error::WeightError};
 

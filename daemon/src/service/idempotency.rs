@@ -109,6 +109,27 @@ impl<R: Clone> Idempotency<R> {
             })
     }
 
+    /// The answer of the call `id` of `uid`: an earlier one's, or that of `work`.
+    ///
+    /// # Errors
+    /// As [`Idempotency::enter`], or what the work says.
+    pub async fn once(
+        self: &Arc<Self>,
+        uid: u32,
+        id: &str,
+        content: &[&[u8]],
+        work: impl Future<Output = Result<R, Failure>>,
+    ) -> Result<R, Failure> {
+        match self.enter(uid, id, content).await? {
+            Turn::Answer(answer) => Ok(answer),
+            Turn::First(first) => {
+                let answer = work.await?;
+                first.complete(answer.clone());
+                Ok(answer)
+            }
+        }
+    }
+
     fn look(self: &Arc<Self>, key: &Key, content: blake3::Hash) -> Result<Look<R>, Failure> {
         let mut entries = self.entries();
         let now = Instant::now();

@@ -224,6 +224,17 @@ impl WeightStore {
         freed
     }
 
+    /// Removes all sets: the daemon stops. Their memory goes with its last holder.
+    pub fn close(&self) {
+        let mut sets = self.sets();
+        let all: Vec<_> = sets.live.values().cloned().collect();
+        for set in all {
+            if let Err(error) = self.take_out(&mut sets, &set) {
+                tracing::warn!(set = set.id(), %error, "weight set left behind");
+            }
+        }
+    }
+
     /// What weight sets take on this host.
     #[must_use]
     pub fn host(&self) -> HostFigures {

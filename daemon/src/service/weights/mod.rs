@@ -80,6 +80,7 @@ impl WeightService {
         let gift = Gift {
             descriptor: set.segment().export().map_err(WeightError::from)?,
             bytes: set.segment().bytes(),
+            manager: None,
         };
         Ok(self.tickets.give(peer, gift)?)
     }

@@ -1,0 +1,154 @@
+//! Acquire and release through slot words: no RPC, and no system call unless the
+//! bytes are not there yet or the engine sleeps.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use flextensord_device::{
+    control::ControlPage,
+    handover::{self, Cells as _},
+};
+
+use crate::{
+    error::ClientError,
+    hold::Hold,
+    plan::LayerId,
+    plane::{Ended, Plane},
+    rpc_holds::Job,
+};
+
+/// Longest sleep before the lease and the deadline are looked at again.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// The waits of one acquire.
+struct Waits {
+    limit: Duration,
+    /// When the first of them began.
+    begin: Option<Instant>,
+}
+
+impl Plane {
+    /// Holds a layer: returns when all its parts are on the device, at the latest after
+    /// `limit`. All or nothing.
+    #[inline]
+    pub(crate) fn acquire(
+        self: &Arc<Self>,
+        id: LayerId,
+        limit: Duration,
+    ) -> Result<Hold, ClientError> {
+        let layer = self.enter(id)?;
+        if self.rpc_busy.load(Ordering::Acquire) {
+            return Err(ClientError::OrderBroken {
+                layer: layer.name.clone(),
+            });
+        }
+        // resident parts are always there and touch no word
+        if !layer.streamed.is_empty() {
+            let mut table = self.table();
+            self.check_overlap(&table, id, layer)?;
+            let mut waits = Waits { limit, begin: None };
+            let acquired = table.acquire(
+                &layer.streamed,
+                |part| {
+                    if handover::take(&self.control, part) {
+                        Ok(())
+                    } else {
+                        self.wait_for(part, &mut waits)
+                    }
+                },
+                |part| self.give_back(part),
+            );
+            drop(table);
+            if let Some(begin) = waits.begin {
+                self.note_wait(begin.elapsed());
+            }
+            if let Err(error) = acquired {
+                // what was given back may be what the engine sleeps for
+                self.lease.wake_engine();
+                return Err(error);
+            }
+        }
+        Ok(Hold::new(self.clone(), id, None))
+    }
+
+    /// Gives the parts of an ended hold back that nobody holds any more. For a hold over
+    /// RPC, returns the call that is to be made.
+    pub(crate) fn settle(
+        &self,
+        ended: Ended,
+        reply: Option<tokio::sync::oneshot::Sender<Result<(), ClientError>>>,
+    ) -> Option<Job> {
+        let layer = self.plan.layer(ended.layer).ok()?;
+        if layer.streamed.is_empty() && ended.rpc.is_none() {
+            return None;
+        }
+        let mut table = self.table();
+        let Some(rpc) = ended.rpc else {
+            table.release(&layer.streamed, |part| self.give_back(part));
+            drop(table);
+            self.lease.wake_engine();
+            return None;
+        };
+        let mut keep_parts = Vec::new();
+        for &part in &layer.streamed {
+            let (last, own) = (table.remove(part), rpc.own.contains(&part));
+            match (last, own) {
+                // taken through its word, or by a hold over RPC that has ended since
+                (true, false) => self.give_back(part),
+                // held by others: the daemon must leave its word in use
+                (false, true) => keep_parts.push(part),
+                // the daemon gives it back; or it is held by others and not ours
+                (true, true) | (false, false) => {}
+            }
+        }
+        drop(table);
+        self.lease.wake_engine();
+        Some(Job::Release {
+            hold: rpc.hold?,
+            keep_parts,
+            reply,
+        })
+    }
+
+    #[cold]
+    fn wait_for(&self, part: u32, waits: &mut Waits) -> Result<(), ClientError> {
+        let begin = *waits.begin.get_or_insert_with(Instant::now);
+        // said before the word is looked at again: the daemon publishes first and looks
+        // at `want` then, so one of the two sees the other
+        self.control.set_want(part);
+        let waited = self.wait_until_taken(part, begin, waits.limit);
+        handover::end_wait(&self.control);
+        waited
+    }
+
+    fn wait_until_taken(
+        &self,
+        part: u32,
+        begin: Instant,
+        limit: Duration,
+    ) -> Result<(), ClientError> {
+        loop {
+            let seen = self.control.load(part);
+            if handover::take(&self.control, part) {
+                return Ok(());
+            }
+            self.lease.check()?;
+            let left = limit.saturating_sub(begin.elapsed());
+            if left.is_zero() {
+                return Err(ClientError::Deadline {
+                    what: format!(
+                        "the wait for part {part} ({}) of manager {}",
+                        self.plan.tensor_in(part),
+                        self.lease.name
+                    ),
+                    limit,
+                });
+            }
+            // after `want`: an engine that goes to sleep says so first and looks then
+            self.lease.wake_engine();
+            ControlPage::wait_change(&self.control, part, seen, left.min(SLICE));
+        }
+    }
+}

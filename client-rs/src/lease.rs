@@ -1,0 +1,327 @@
+//! The lease of a manager: what its stream says, and taking it up when it was lost.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicU8, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use flextensord_device::{doorbell::Doorbell, notice::NoticeView};
+use flextensord_proto::v1::{
+    LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, lease_ended::Reason, lease_event::Event,
+    offload_client::OffloadClient,
+};
+use tonic::{Status, Streaming};
+
+use crate::{
+    connection::Client,
+    error::{ClientError, is_transport},
+    request_id,
+};
+
+/// Limit of one attempt to take a lease up: the daemon keeps it for five seconds.
+const RESUME_LIMIT: Duration = Duration::from_secs(5);
+/// Pause between attempts.
+const RESUME_PAUSE: Duration = Duration::from_millis(200);
+
+/// How a lease stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum LeaseState {
+    /// The daemon holds it for this process.
+    Live = 0,
+    /// Its stream was lost; it is being taken up again.
+    Detached = 1,
+    /// It is over.
+    Ended = 2,
+    /// The daemon is gone and no successor came in time.
+    DaemonLost = 3,
+}
+
+/// What wakes the engine.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    notice: NoticeView,
+    doorbell: Doorbell,
+}
+
+/// A lease, shared by the manager, its holds and the task that follows its stream.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub(crate) name: String,
+    pub(crate) epoch: u64,
+    pub(crate) device: String,
+    pub(crate) token: Token,
+    patience: Duration,
+    state: AtomicU8,
+    reason: Mutex<String>,
+    /// Deadline of the drain in milliseconds, plus one; 0 while the daemon serves.
+    draining: AtomicU64,
+    /// Made anew by each daemon, so a resumed lease changes it.
+    bell: RwLock<Bell>,
+    /// A release that failed where nobody could be told.
+    release_error: Mutex<Option<ClientError>>,
+}
+
+/// Proves ownership; never shown.
+#[derive(Clone)]
+pub(crate) struct Token(pub(crate) Vec<u8>);
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Token(secret)")
+    }
+}
+
+impl Lease {
+    pub(crate) fn new(opened: Opened, bell: Bell, patience: Duration) -> Self {
+        Self {
+            name: opened.name,
+            epoch: opened.lease_epoch,
+            device: opened.device,
+            token: Token(opened.token),
+            patience,
+            state: AtomicU8::new(LeaseState::Live as u8),
+            reason: Mutex::new(String::new()),
+            draining: AtomicU64::new(0),
+            bell: RwLock::new(bell),
+            release_error: Mutex::new(None),
+        }
+    }
+
+    pub(crate) fn state(&self) -> LeaseState {
+        match self.state.load(Ordering::Acquire) {
+            0 => LeaseState::Live,
+            1 => LeaseState::Detached,
+            2 => LeaseState::Ended,
+            _ => LeaseState::DaemonLost,
+        }
+    }
+
+    /// Deadline of the drain in milliseconds, while the daemon drains.
+    pub(crate) fn draining(&self) -> Option<u64> {
+        self.draining.load(Ordering::Acquire).checked_sub(1)
+    }
+
+    /// Refuses when the lease is over. A detached one may go on: its words and its
+    /// memory stay as they are.
+    #[inline]
+    pub(crate) fn check(&self) -> Result<(), ClientError> {
+        match self.state() {
+            LeaseState::Live | LeaseState::Detached => Ok(()),
+            LeaseState::Ended => Err(ClientError::LeaseLost {
+                manager: self.name.clone(),
+                reason: self
+                    .reason
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .clone(),
+            }),
+            LeaseState::DaemonLost => Err(ClientError::DaemonLost {
+                manager: self.name.clone(),
+                patience: self.patience,
+            }),
+        }
+    }
+
+    /// Rings the doorbell if the engine sleeps. To be called after a word was changed.
+    pub(crate) fn wake_engine(&self) {
+        let bell = self.bell.read().unwrap_or_else(PoisonError::into_inner);
+        if bell.notice.engine_asleep() {
+            bell.doorbell.ring();
+        }
+    }
+
+    /// The lease is over.
+    pub(crate) fn end(&self, reason: &str) {
+        let mut text = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(self.state(), LeaseState::Live | LeaseState::Detached) {
+            reason.clone_into(&mut text);
+            self.state.store(LeaseState::Ended as u8, Ordering::Release);
+        }
+    }
+
+    /// Keeps the error of a release for who asks.
+    pub(crate) fn note_release_error(&self, error: ClientError) {
+        let mut slot = self
+            .release_error
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        slot.get_or_insert(error);
+    }
+
+    /// The first error of a release since this was asked last.
+    pub(crate) fn take_release_error(&self) -> Option<ClientError> {
+        let mut slot = self
+            .release_error
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        slot.take()
+    }
+
+    fn set(&self, state: LeaseState) {
+        self.state.store(state as u8, Ordering::Release);
+    }
+}
+
+/// Opens the stream and waits for its first event.
+pub(crate) async fn open_stream(
+    client: &Client,
+    message: OpenManagerRequest,
+    limit: Duration,
+) -> Result<(Opened, Streaming<LeaseEvent>), ClientError> {
+    let opened = client.call("OpenManager", limit, |channel| {
+        let message = message.clone();
+        // no deadline in the request: the stream lives as long as the manager
+        async move {
+            let mut stream = OffloadClient::new(channel)
+                .open_manager(message)
+                .await?
+                .into_inner();
+            let first = stream.message().await?;
+            Ok((first, stream))
+        }
+    });
+    match opened.await? {
+        (
+            Some(LeaseEvent {
+                event: Some(Event::Opened(opened)),
+            }),
+            stream,
+        ) => Ok((opened, stream)),
+        (
+            Some(LeaseEvent {
+                event: Some(Event::Ended(ended)),
+            }),
+            _,
+        ) => Err(ClientError::LeaseLost {
+            manager: message.name,
+            reason: describe(ended).to_owned(),
+        }),
+        _ => Err(ClientError::Protocol {
+            call: "OpenManager",
+            reason: "the first event is not `opened`".to_owned(),
+        }),
+    }
+}
+
+/// Fetches what wakes the engine.
+pub(crate) async fn fetch_bell(client: &Client, opened: &Opened) -> Result<Bell, ClientError> {
+    let tickets = (opened.notice_ticket.clone(), opened.doorbell_ticket.clone());
+    let redeem = client
+        .descriptors(move |channel| Ok((channel.redeem(&tickets.0)?, channel.redeem(&tickets.1)?)));
+    let (notice, doorbell) = redeem.await?;
+    Ok(Bell {
+        notice: NoticeView::open(notice, opened.engine as usize)?,
+        doorbell: Doorbell::from_descriptor(doorbell),
+    })
+}
+
+/// Follows the stream until the lease is over, and takes it up when the stream is lost.
+pub(crate) async fn follow(
+    client: Client,
+    lease: Arc<Lease>,
+    resume: OpenManagerRequest,
+    mut stream: Streaming<LeaseEvent>,
+) {
+    loop {
+        match until_lost(&lease, &mut stream).await {
+            Some(reason) => return lease.end(&reason),
+            None => lease.set(LeaseState::Detached),
+        }
+        match take_up(&client, &lease, &resume).await {
+            Some(resumed) => stream = resumed,
+            None => return,
+        }
+        lease.set(LeaseState::Live);
+    }
+}
+
+/// The reason why the lease is over, or `None` when only its stream is.
+async fn until_lost(lease: &Lease, stream: &mut Streaming<LeaseEvent>) -> Option<String> {
+    loop {
+        match stream.message().await {
+            Ok(Some(LeaseEvent { event })) => match event {
+                Some(Event::Ended(ended)) => return Some(describe(ended).to_owned()),
+                Some(Event::Draining(draining)) => {
+                    let deadline = draining.deadline_ms.saturating_add(1);
+                    lease.draining.store(deadline, Ordering::Release);
+                }
+                Some(Event::Opened(_) | Event::Heartbeat(_)) | None => {}
+            },
+            Ok(None) => return None,
+            Err(status) => return refusal(&status),
+        }
+    }
+}
+
+/// What the daemon says against the lease; `None` when it is the connection.
+fn refusal(status: &Status) -> Option<String> {
+    let failure = flextensord_proto::kind::Failure::from_status(status)?;
+    (!is_transport(status) && !failure.retryable).then_some(failure.message)
+}
+
+/// Takes the lease up, as long as the patience lasts.
+async fn take_up(
+    client: &Client,
+    lease: &Lease,
+    message: &OpenManagerRequest,
+) -> Option<Streaming<LeaseEvent>> {
+    let begin = Instant::now();
+    while begin.elapsed() < lease.patience {
+        match attempt(client, lease, message).await {
+            Ok(stream) => return Some(stream),
+            Err(ClientError::Refused(failure)) if !failure.retryable => {
+                lease.end(&format!("it could not be taken up: {failure}"));
+                return None;
+            }
+            Err(error @ ClientError::LeaseLost { .. }) => {
+                lease.end(&error.to_string());
+                return None;
+            }
+            // nobody there yet, or not ready
+            Err(_) => tokio::time::sleep(RESUME_PAUSE).await,
+        }
+    }
+    lease.set(LeaseState::DaemonLost);
+    None
+}
+
+async fn attempt(
+    client: &Client,
+    lease: &Lease,
+    message: &OpenManagerRequest,
+) -> Result<Streaming<LeaseEvent>, ClientError> {
+    let message = OpenManagerRequest {
+        request_id: request_id::fresh()?,
+        name: lease.name.clone(),
+        resume_token: lease.token.0.clone(),
+        device: lease.device.clone(),
+        ..message.clone()
+    };
+    // its process must be known to a new daemon before the lease is
+    client.descriptors(|channel| channel.hello()).await?;
+    let (opened, stream) = open_stream(client, message, RESUME_LIMIT).await?;
+    if opened.lease_epoch != lease.epoch {
+        return Err(ClientError::LeaseLost {
+            manager: lease.name.clone(),
+            reason: "the daemon began a new lease in its place".to_owned(),
+        });
+    }
+    let bell = fetch_bell(client, &opened).await?;
+    *lease.bell.write().unwrap_or_else(PoisonError::into_inner) = bell;
+    Ok(stream)
+}
+
+fn describe(ended: LeaseEnded) -> &'static str {
+    match ended.reason() {
+        Reason::Unspecified => "the daemon ended it",
+        Reason::Closed => "it was closed",
+        Reason::Terminated => "an operator terminated it",
+        Reason::Stopping => "the daemon stopped",
+        Reason::ResumedElsewhere => "another stream took it up",
+        Reason::Fenced => "the daemon found its owner gone",
+    }
+}

@@ -1,0 +1,244 @@
+//! Acquire and release over gRPC, for a client that cannot use the fast path. Both
+//! count in one table, so they may be mixed.
+//!
+//! One task sends the calls in the order in which they were begun. An acquire counts
+//! its parts before it is sent, so that a release in the meantime leaves them alone.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use flextensord_proto::v1::{AcquireRequest, ReleaseRequest, offload_client::OffloadClient};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::{
+    connection::{Client, request},
+    error::ClientError,
+    hold::Hold,
+    lease::Lease,
+    plan::LayerId,
+    plane::{Ended, Plane},
+    request_id,
+};
+
+/// How much longer than the daemon's own limit a call may take.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// What a hold over RPC has beside its layer.
+#[derive(Debug)]
+pub(crate) struct RpcPart {
+    /// Its name at the daemon; none when the acquire failed.
+    pub(crate) hold: Option<u64>,
+    /// The parts that the daemon took for it.
+    pub(crate) own: Vec<u32>,
+}
+
+/// A call to make.
+#[derive(Debug)]
+pub(crate) enum Job {
+    Acquire {
+        message: AcquireRequest,
+        limit: Duration,
+        reservation: Reservation,
+        reply: oneshot::Sender<Result<Hold, ClientError>>,
+    },
+    Release {
+        hold: u64,
+        keep_parts: Vec<u32>,
+        reply: Option<oneshot::Sender<Result<(), ClientError>>>,
+    },
+}
+
+/// Parts that are counted for an acquire under way. Dropped, they are given back.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    plane: Arc<Plane>,
+    layer: LayerId,
+    own: Vec<u32>,
+    kept: bool,
+}
+
+impl Reservation {
+    fn into_hold(mut self, hold: u64) -> Hold {
+        self.kept = true;
+        let rpc = RpcPart {
+            hold: Some(hold),
+            own: std::mem::take(&mut self.own),
+        };
+        Hold::new(self.plane.clone(), self.layer, Some(rpc))
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.plane.park(Ended {
+                layer: self.layer,
+                rpc: Some(RpcPart {
+                    hold: None,
+                    own: std::mem::take(&mut self.own),
+                }),
+            });
+        }
+        self.plane.rpc_busy.store(false, Ordering::Release);
+    }
+}
+
+impl Plane {
+    /// Holds a layer by RPC; the daemon waits for its bytes at most for `limit`.
+    pub(crate) async fn acquire_rpc(
+        self: &Arc<Self>,
+        id: LayerId,
+        limit: Duration,
+    ) -> Result<Hold, ClientError> {
+        let (message, reservation) = self.reserve(id, limit)?;
+        let (reply, answer) = oneshot::channel();
+        self.send(Job::Acquire {
+            message,
+            limit,
+            reservation,
+            reply,
+        });
+        let acquired = answer.await;
+        if self.owner.is_current() {
+            self.settle_parked();
+        }
+        acquired.unwrap_or(Err(ClientError::State("the connection is closed")))
+    }
+
+    /// Counts the parts of a layer before they are asked for.
+    fn reserve(
+        self: &Arc<Self>,
+        id: LayerId,
+        limit: Duration,
+    ) -> Result<(AcquireRequest, Reservation), ClientError> {
+        let layer = self.enter(id)?;
+        if self.rpc_busy.load(Ordering::Acquire) {
+            return Err(ClientError::OrderBroken {
+                layer: layer.name.clone(),
+            });
+        }
+        let milliseconds = u32::try_from(limit.as_millis().max(1)).unwrap_or(u32::MAX);
+        let mut message = AcquireRequest {
+            request_id: request_id::fresh()?,
+            token: self.lease.token.0.clone(),
+            layer: layer.name.clone(),
+            timeout_ms: milliseconds,
+            except_parts: Vec::new(),
+        };
+        let mut own = Vec::new();
+        let mut table = self.table();
+        self.check_overlap(&table, id, layer)?;
+        for &part in &layer.streamed {
+            if table.add(part) {
+                own.push(part);
+            } else {
+                message.except_parts.push(part);
+            }
+        }
+        self.rpc_busy.store(true, Ordering::Release);
+        drop(table);
+        let reservation = Reservation {
+            plane: self.clone(),
+            layer: id,
+            own,
+            kept: false,
+        };
+        Ok((message, reservation))
+    }
+}
+
+/// Makes the calls, one after the other, until nobody can send any more.
+pub(crate) async fn serve(
+    client: Client,
+    lease: Arc<Lease>,
+    mut jobs: mpsc::UnboundedReceiver<Job>,
+) {
+    while let Some(job) = jobs.recv().await {
+        match job {
+            Job::Acquire {
+                message,
+                limit,
+                reservation,
+                reply,
+            } => {
+                let acquired = acquire(&client, &message, limit, &reservation).await;
+                let acquired = acquired.map(|hold| reservation.into_hold(hold));
+                // nobody waits any more: the hold is dropped, and so given back
+                let _ = reply.send(acquired);
+            }
+            Job::Release {
+                hold,
+                keep_parts,
+                reply,
+            } => {
+                let released = release(&client, &lease, hold, keep_parts).await;
+                match (reply, released) {
+                    (Some(reply), released) => {
+                        let _ = reply.send(released);
+                    }
+                    (None, Err(error)) => lease.note_release_error(error),
+                    (None, Ok(())) => {}
+                }
+            }
+        }
+    }
+}
+
+async fn acquire(
+    client: &Client,
+    message: &AcquireRequest,
+    limit: Duration,
+    reservation: &Reservation,
+) -> Result<u64, ClientError> {
+    let limit = limit + MARGIN;
+    let answer = client.call("Acquire", limit, |channel| {
+        let message = request(message.clone(), limit);
+        async move {
+            Ok(OffloadClient::new(channel)
+                .acquire(message)
+                .await?
+                .into_inner())
+        }
+    });
+    let answer = answer.await?;
+    let version = reservation.plane.plan.version();
+    if answer.plan_version != version {
+        return Err(ClientError::Protocol {
+            call: "Acquire",
+            reason: format!(
+                "it holds parts of plan {}, in force is {version}",
+                answer.plan_version
+            ),
+        });
+    }
+    Ok(answer.hold)
+}
+
+async fn release(
+    client: &Client,
+    lease: &Lease,
+    hold: u64,
+    keep_parts: Vec<u32>,
+) -> Result<(), ClientError> {
+    // the daemon drops all holds of a lease that is over
+    lease.check()?;
+    let limit = client.options().call_timeout;
+    let message = ReleaseRequest {
+        request_id: request_id::fresh()?,
+        token: lease.token.0.clone(),
+        hold,
+        keep_parts,
+    };
+    let answer = client.call("Release", limit, |channel| {
+        let message = request(message.clone(), limit);
+        async move {
+            Ok(OffloadClient::new(channel)
+                .release(message)
+                .await?
+                .into_inner())
+        }
+    });
+    answer.await.map(drop)
+}
