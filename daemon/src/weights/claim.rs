@@ -21,9 +21,10 @@ use super::{
 
 /// Most live sets.
 const SETS: usize = 1024;
-/// Most loads and puts at a time, waiting ones included: of all users and of one.
-const CALLS: usize = 64;
-const CALLS_OF_USER: usize = 8;
+/// Most loads and puts at a time, of all users and of one. Those that wait for another
+/// one of the same name count: all processes of a job may ask at once.
+const CALLS: usize = 256;
+const CALLS_OF_USER: usize = 64;
 /// How long a call waits for another one that loads the same name.
 const BUILD_WAIT: Duration = Duration::from_secs(30 * 60);
 /// How often a waiting call looks whether its caller is still there.
@@ -32,11 +33,32 @@ const WAIT_STEP: Duration = Duration::from_millis(50);
 /// User and name, or user and what stands for a name while that is not known.
 pub(crate) type Key = (u32, String);
 
-/// How far the call is that others wait for.
+/// How far a load or put is, for those who ask or wait.
 #[derive(Debug, Default)]
-pub(crate) struct BuildProgress {
+pub struct BuildProgress {
     pub(crate) done: AtomicU64,
     pub(crate) total: AtomicU64,
+}
+
+impl BuildProgress {
+    /// Takes in what [`Watch::progress`] says.
+    pub fn record(&self, done: u64, total: u64) {
+        self.total.store(total, Ordering::Relaxed);
+        if done == 0 {
+            self.done.store(0, Ordering::Relaxed);
+        } else {
+            self.done.fetch_max(done, Ordering::Relaxed);
+        }
+    }
+
+    /// Bytes done, and bytes in all.
+    #[must_use]
+    pub fn figures(&self) -> (u64, u64) {
+        (
+            self.done.load(Ordering::Relaxed),
+            self.total.load(Ordering::Relaxed),
+        )
+    }
 }
 
 impl WeightStore {
@@ -86,10 +108,8 @@ impl WeightStore {
                     progress,
                 }));
             };
-            watch.progress(
-                progress.done.load(Ordering::Relaxed),
-                progress.total.load(Ordering::Relaxed),
-            );
+            let (done, total) = progress.figures();
+            watch.progress(done, total);
             if watch.is_cancelled() {
                 return Err(WeightError::Aborted {
                     what: "wait for another load",

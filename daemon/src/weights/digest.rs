@@ -32,6 +32,23 @@ pub fn block(bytes: &[u8]) -> Digest {
     blake3::hash(bytes).into()
 }
 
+/// The digest of one block whose bytes come in several runs.
+#[derive(Debug, Clone, Default)]
+pub struct BlockHasher(blake3::Hasher);
+
+impl BlockHasher {
+    /// Adds the next run.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The digest, as [`block`] of all runs.
+    #[must_use]
+    pub fn finish(&self) -> Digest {
+        self.0.finalize().into()
+    }
+}
+
 /// The digest of a tensor of `length` bytes from those of its blocks, in order.
 #[must_use]
 pub fn tensor(length: u64, blocks: &[Digest]) -> Digest {

@@ -2,7 +2,8 @@
 //!
 //! - [`registry`]: the store: who owns which set, who is attached, what may go;
 //! - [`load`], [`put`]: the two ways in, from checkpoint files and from a client's
-//!   memory;
+//!   memory; [`declaration`]: what a client declares;
+//! - [`claim`]: who may build a set now;
 //! - [`safetensors`], [`checkpoint`]: what a file says, checked against the file;
 //! - [`dtype`], [`manifest`]: tensors, their sizes, and their places in a segment;
 //! - [`loader`], [`digest`]: filling a segment, and what its content is called;
@@ -14,8 +15,8 @@
 pub mod budget;
 pub mod cgroup;
 pub mod checkpoint;
-mod claim;
-mod declaration;
+pub mod claim;
+pub mod declaration;
 pub mod digest;
 pub mod dtype;
 pub mod error;

@@ -1,12 +1,6 @@
 //! Blocking work of the domain on behalf of calls, its progress and its end.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
@@ -23,6 +17,7 @@ use super::message::Viewer;
 use crate::{
     service::idempotency::First,
     weights::{
+        claim::BuildProgress,
         error::WeightError,
         load::Outcome,
         loader::{Cancel, Watch},
@@ -69,7 +64,8 @@ pub(super) async fn report(
                 is_gone = true;
             }
             _ = tick.tick(), if !is_gone => {
-                let now = watch.figures();
+                let (bytes_done, bytes_total) = watch.progress.figures();
+                let now = v1::Progress { bytes_done, bytes_total };
                 let event = v1::LoadProgress {
                     event: Some(v1::load_progress::Event::Progress(now)),
                 };
@@ -107,24 +103,13 @@ pub(super) fn load_event(loaded: v1::Loaded) -> v1::LoadProgress {
 /// Progress and cancellation of one load.
 #[derive(Debug, Default)]
 pub(super) struct LoadWatch {
-    done: AtomicU64,
-    total: AtomicU64,
+    progress: BuildProgress,
     cancel: Cancel,
-}
-
-impl LoadWatch {
-    fn figures(&self) -> v1::Progress {
-        v1::Progress {
-            bytes_done: self.done.load(Ordering::Relaxed),
-            bytes_total: self.total.load(Ordering::Relaxed),
-        }
-    }
 }
 
 impl Watch for LoadWatch {
     fn progress(&self, done: u64, total: u64) {
-        self.total.store(total, Ordering::Relaxed);
-        self.done.fetch_max(done, Ordering::Relaxed);
+        self.progress.record(done, total);
     }
 
     fn is_cancelled(&self) -> bool {
