@@ -29,11 +29,16 @@ pub fn read(path: &Path) -> Result<Vec<Tensor>, SceneError> {
     let bad = |what: &str| SceneError::Checkpoint(format!("{}: {what}", path.display()));
     let length = bytes.first_chunk().ok_or_else(|| bad("no header"))?;
     let length = usize::try_from(u64::from_le_bytes(*length)).map_err(|_| bad("header"))?;
-    let header = bytes.get(8..8 + length).ok_or_else(|| bad("header is cut"))?;
+    let header = bytes
+        .get(8..8 + length)
+        .ok_or_else(|| bad("header is cut"))?;
     let header: Map<String, Value> =
         serde_json::from_slice(header).map_err(|_| bad("header is no JSON"))?;
     let mut tensors = Vec::new();
-    for (name, entry) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
+    for (name, entry) in header
+        .into_iter()
+        .filter(|(name, _)| name != "__metadata__")
+    {
         let numbers = |key: &str| -> Option<Vec<u64>> {
             entry[key].as_array()?.iter().map(Value::as_u64).collect()
         };
@@ -118,7 +123,9 @@ pub fn layered(layers: usize, tensors: usize, bytes: usize) -> Vec<Tensor> {
 #[must_use]
 pub fn layer_of(name: &str) -> String {
     let words: Vec<&str> = name.split('.').collect();
-    let number = words.iter().position(|word| word.bytes().all(|b| b.is_ascii_digit()));
+    let number = words
+        .iter()
+        .position(|word| word.bytes().all(|b| b.is_ascii_digit()));
     words[..number.map_or(1, |at| at + 1)].join(".")
 }
 
@@ -128,7 +135,10 @@ mod tests {
 
     #[test]
     fn tensors_fall_into_layers_by_their_names() {
-        assert_eq!(layer_of("encoder.layer.3.output.dense.weight"), "encoder.layer.3");
+        assert_eq!(
+            layer_of("encoder.layer.3.output.dense.weight"),
+            "encoder.layer.3"
+        );
         assert_eq!(layer_of("embeddings.word_embeddings.weight"), "embeddings");
     }
 

@@ -8,11 +8,7 @@ use std::{
     time::Duration,
 };
 
-use flextensord_client::{
-    Address, ConnectOptions,
-    blocking::Client,
-    v1::StatusResponse,
-};
+use flextensord_client::{Address, ConnectOptions, blocking::Client, v1::StatusResponse};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -41,8 +37,7 @@ impl Daemon {
     /// # Errors
     /// When it does not come to serve.
     pub fn start(flags: &[&str]) -> Result<Self, SceneError> {
-        let directory =
-            tempfile::tempdir().map_err(|e| SceneError::io("make a directory", e))?;
+        let directory = tempfile::tempdir().map_err(|e| SceneError::io("make a directory", e))?;
         // other users of the tests must come through to the sockets
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755))
             .and_then(|()| fs::create_dir(directory.path().join("shm")))
@@ -54,11 +49,7 @@ impl Daemon {
     ///
     /// # Errors
     /// When it does not come to serve.
-    pub fn start_in(
-        directory: TempDir,
-        binary: &Path,
-        flags: &[&str],
-    ) -> Result<Self, SceneError> {
+    pub fn start_in(directory: TempDir, binary: &Path, flags: &[&str]) -> Result<Self, SceneError> {
         let child = Command::new(binary)
             .arg("serve")
             .args(["--device", "cpu", "--drain-grace", "200ms", "--runtime-dir"])
@@ -69,7 +60,10 @@ impl Daemon {
             .stdin(Stdio::null())
             .spawn()
             .map_err(|e| SceneError::io(binary.display().to_string(), e))?;
-        let daemon = Self { process: Guarded(child), directory };
+        let daemon = Self {
+            process: Guarded(child),
+            directory,
+        };
         eventually("the daemon serves", SOON, || daemon.client().ok())?;
         Ok(daemon)
     }
@@ -102,7 +96,9 @@ impl Daemon {
     #[must_use]
     pub fn segments(&self) -> Vec<String> {
         let entries = fs::read_dir(self.shm()).into_iter().flatten().flatten();
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect()
     }
 
     /// Names of the files in its state directory.
@@ -110,7 +106,9 @@ impl Daemon {
     pub fn state(&self) -> Vec<String> {
         let path = self.runtime_dir().join("default").join("state");
         let entries = fs::read_dir(path).into_iter().flatten().flatten();
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect()
     }
 
     /// Its process id.
@@ -141,7 +139,10 @@ impl Daemon {
     /// When it was not built.
     pub fn ctl(&self, arguments: &[&str]) -> Result<Command, SceneError> {
         let mut command = Command::new(binary("flextensorctl")?);
-        command.arg("--runtime-dir").arg(self.runtime_dir()).args(arguments);
+        command
+            .arg("--runtime-dir")
+            .arg(self.runtime_dir())
+            .args(arguments);
         Ok(command)
     }
 
@@ -191,7 +192,10 @@ impl Daemon {
 #[must_use]
 pub fn options(socket: &Path) -> ConnectOptions {
     ConnectOptions {
-        address: Address { socket: Some(socket.to_owned()), ..Address::default() },
+        address: Address {
+            socket: Some(socket.to_owned()),
+            ..Address::default()
+        },
         ..ConnectOptions::default()
     }
 }

@@ -32,6 +32,9 @@ pub enum SceneError {
 impl SceneError {
     /// A failed system call.
     pub fn io(what: impl Into<String>, source: std::io::Error) -> Self {
-        Self::Io { what: what.into(), source }
+        Self::Io {
+            what: what.into(),
+            source,
+        }
     }
 }

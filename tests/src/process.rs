@@ -14,12 +14,19 @@ use crate::SceneError;
 /// When it was not built.
 pub fn binary(name: &str) -> Result<PathBuf, SceneError> {
     let here = std::env::current_exe().map_err(|e| SceneError::io("find this program", e))?;
-    let beside = here.ancestors().skip(1).take(2).map(|directory| directory.join(name));
-    beside.into_iter().find(|path| path.is_file()).ok_or_else(|| {
-        SceneError::Unexpected(format!(
-            "binary {name} is not built; run cargo build --workspace --bins first"
-        ))
-    })
+    let beside = here
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|directory| directory.join(name));
+    beside
+        .into_iter()
+        .find(|path| path.is_file())
+        .ok_or_else(|| {
+            SceneError::Unexpected(format!(
+                "binary {name} is not built; run cargo build --workspace --bins first"
+            ))
+        })
 }
 
 /// A child that is killed and waited for when dropped.
@@ -38,7 +45,10 @@ impl Guarded {
     /// # Errors
     /// When it cannot be killed or waited for.
     pub fn kill(&mut self) -> Result<(), SceneError> {
-        self.0.kill().and_then(|()| self.0.wait()).map_err(|e| SceneError::io("kill", e))?;
+        self.0
+            .kill()
+            .and_then(|()| self.0.wait())
+            .map_err(|e| SceneError::io("kill", e))?;
         Ok(())
     }
 
@@ -84,7 +94,9 @@ pub fn eventually<T>(
             return Ok(found);
         }
         if Instant::now() > deadline {
-            return Err(SceneError::Unexpected(format!("{what}: not within {limit:?}")));
+            return Err(SceneError::Unexpected(format!(
+                "{what}: not within {limit:?}"
+            )));
         }
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -39,7 +39,12 @@ impl<'a> ReaderPlan<'a> {
     /// A reader of `weight_set`.
     #[must_use]
     pub fn new(weight_set: &'a str, checkpoint: &'a Path) -> Self {
-        Self { checkpoint, weight_set, flags: Vec::new(), uid: None }
+        Self {
+            checkpoint,
+            weight_set,
+            flags: Vec::new(),
+            uid: None,
+        }
     }
 
     /// Adds a flag with its value.
@@ -76,7 +81,9 @@ impl Reader {
         if let Some(uid) = plan.uid {
             command.uid(uid);
         }
-        let mut child = command.spawn().map_err(|e| SceneError::io("start a reader", e))?;
+        let mut child = command
+            .spawn()
+            .map_err(|e| SceneError::io("start a reader", e))?;
         let (sender, events) = mpsc::channel();
         if let Some(output) = child.stdout.take() {
             thread::spawn(move || {
@@ -89,7 +96,10 @@ impl Reader {
                 }
             });
         }
-        Ok(Self { process: Guarded(child), events })
+        Ok(Self {
+            process: Guarded(child),
+            events,
+        })
     }
 
     /// Waits for the event of that name.
@@ -103,7 +113,9 @@ impl Reader {
         if event["event"] == name {
             return Ok(event);
         }
-        Err(SceneError::Unexpected(format!("reader: {event} instead of {name:?}")))
+        Err(SceneError::Unexpected(format!(
+            "reader: {event} instead of {name:?}"
+        )))
     }
 
     /// Waits until it has run all its passes, every byte right, and has ended.
@@ -116,7 +128,14 @@ impl Reader {
         if status.success() {
             return Ok(done);
         }
-        Err(SceneError::Unexpected(format!("reader ended with {status}")))
+        Err(SceneError::Unexpected(format!(
+            "reader ended with {status}"
+        )))
+    }
+
+    /// Ends its standard input, which it waits for.
+    pub fn go_on(&mut self) {
+        drop(self.process.0.stdin.take());
     }
 
     /// Its process id.

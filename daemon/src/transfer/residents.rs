@@ -70,7 +70,8 @@ impl Drop for Block {
 
 #[derive(Debug)]
 enum Slot {
-    Filling,
+    /// Under way, with its bytes.
+    Filling(u64),
     Filled(Weak<Block>),
 }
 
@@ -104,10 +105,17 @@ impl Residents {
         }
     }
 
-    /// Bytes of the weight set's blocks that this user has on the device already.
+    /// Bytes of the weight set's blocks that this user has on the device, those that are
+    /// being filled included.
     #[must_use]
     pub fn bytes_of(&self, uid: u32, weight_set: &str) -> u64 {
-        self.sum(|key| key.uid == uid && key.weight_set == weight_set)
+        let slots = self.slots();
+        let own = slots
+            .iter()
+            .filter(|(key, _)| key.uid == uid && key.weight_set == weight_set);
+        let (live, filling) = sum(own.map(|(_, slot)| slot));
+        drop(slots);
+        filling + bytes(&live)
     }
 
     /// Bytes of those blocks that are neither there nor being filled.
@@ -115,7 +123,7 @@ impl Residents {
     pub fn missing(&self, requests: &[BlockRequest]) -> u64 {
         let slots = self.slots();
         let there = |request: &&BlockRequest| match slots.get(&request.key) {
-            Some(Slot::Filling) => true,
+            Some(Slot::Filling(_)) => true,
             Some(Slot::Filled(block)) => block.strong_count() > 0,
             None => false,
         };
@@ -129,20 +137,8 @@ impl Residents {
     /// Bytes of all blocks.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.sum(|_| true)
-    }
-
-    fn sum(&self, counts: impl Fn(&BlockKey) -> bool) -> u64 {
-        let live = |(key, slot): (&BlockKey, &Slot)| match slot {
-            Slot::Filled(block) if counts(key) => block.upgrade(),
-            _ => None,
-        };
-        // upgraded blocks are dropped outside the lock: a last one retires its memory
-        let blocks: Vec<Arc<Block>> = self.slots().iter().filter_map(live).collect();
-        blocks
-            .iter()
-            .map(|block| block.allocation.memory.bytes())
-            .sum()
+        let (live, _) = sum(self.slots().values());
+        bytes(&live)
     }
 
     /// All blocks of a plan, filled, and the reservation of `other_bytes` (its ring).
@@ -202,7 +198,7 @@ impl Residents {
         let mut found = Vec::with_capacity(requests.len());
         for request in requests {
             let there = match slots.get(&request.key) {
-                Some(Slot::Filling) => Some(None),
+                Some(Slot::Filling(_)) => Some(None),
                 Some(Slot::Filled(block)) => block.upgrade().map(Some),
                 None => None,
             };
@@ -223,7 +219,7 @@ impl Residents {
                 Some(Some(block)) => Claim::Shared(block),
                 Some(None) => Claim::Theirs,
                 None => {
-                    slots.insert(request.key.clone(), Slot::Filling);
+                    slots.insert(request.key.clone(), Slot::Filling(request.bytes));
                     Claim::Mine(Claimed {
                         residents: self,
                         key: &request.key,
@@ -256,7 +252,7 @@ impl Residents {
                     let left = deadline
                         .checked_duration_since(Instant::now())
                         .ok_or_else(late)?;
-                    if matches!(slots.get(&request.key), Some(Slot::Filling)) {
+                    if matches!(slots.get(&request.key), Some(Slot::Filling(_))) {
                         let waited = self.changed.wait_timeout(slots, left);
                         drop(waited.unwrap_or_else(PoisonError::into_inner));
                     }
@@ -313,6 +309,26 @@ impl Residents {
     fn slots(&self) -> MutexGuard<'_, HashMap<BlockKey, Slot>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The filled blocks among `slots`, and the bytes of those being filled. The blocks are to
+/// be dropped outside the lock: a last one retires its memory.
+fn sum<'a>(slots: impl Iterator<Item = &'a Slot>) -> (Vec<Arc<Block>>, u64) {
+    let (mut live, mut filling) = (Vec::new(), 0);
+    for slot in slots {
+        match slot {
+            Slot::Filled(block) => live.extend(block.upgrade()),
+            Slot::Filling(bytes) => filling += bytes,
+        }
+    }
+    (live, filling)
+}
+
+fn bytes(blocks: &[Arc<Block>]) -> u64 {
+    blocks
+        .iter()
+        .map(|block| block.allocation.memory.bytes())
+        .sum()
 }
 
 /// Sleeps for a moment; `None` when the deadline is over.

@@ -103,8 +103,12 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
         client: "reader".to_owned(),
     })?;
     let layers = layers(&client, &flags.weight_set)?;
-    let budget = flags.budget.map_or(Budget::Fraction(flags.fraction), Budget::Bytes);
-    let answer = manager.register(&flags.weight_set, &layers, budget)?.clone();
+    let budget = flags
+        .budget
+        .map_or(Budget::Fraction(flags.fraction), Budget::Bytes);
+    let answer = manager
+        .register(&flags.weight_set, &layers, budget)?
+        .clone();
     say(json!({
         "event": "registered", "manager": manager.name(), "layers": answer.layers,
         "parts": answer.parts, "granted_bytes": answer.granted_bytes,
@@ -120,8 +124,10 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
         .map(|layer| manager.layer(&layer.name))
         .collect::<Result<Vec<LayerId>, _>>()?;
     let mut random = Random(flags.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) | 1);
-    let expected: HashMap<&str, &Tensor> =
-        tensors.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
+    let expected: HashMap<&str, &Tensor> = tensors
+        .iter()
+        .map(|tensor| (tensor.name.as_str(), tensor))
+        .collect();
     let mut compared = 0;
     for pass in 0..flags.passes {
         for at in 0..ids.len() {
@@ -138,7 +144,11 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
                 wait_for_end_of_input()?;
             }
             for hold in holds {
-                if hold.is_rpc() { manager.release_rpc(hold)? } else { hold.release()? }
+                if hold.is_rpc() {
+                    manager.release_rpc(hold)?
+                } else {
+                    hold.release()?
+                }
             }
         }
         manager.report_pass(1)?;
@@ -158,7 +168,13 @@ fn acquire(
     via: Via,
     random: &mut Random,
 ) -> Result<Vec<Hold>, SceneError> {
-    let one = |rpc: bool| if rpc { manager.acquire_rpc(layer) } else { manager.acquire(layer) };
+    let one = |rpc: bool| {
+        if rpc {
+            manager.acquire_rpc(layer)
+        } else {
+            manager.acquire(layer)
+        }
+    };
     Ok(match via {
         Via::Fast => vec![one(false)?],
         Via::Rpc => vec![one(true)?],
@@ -199,7 +215,10 @@ fn layers(client: &Client, weight_set: &str) -> Result<Vec<LayerSpec>, SceneErro
         let name = layer_of(&tensor.name);
         match layers.iter_mut().find(|layer| layer.name == name) {
             Some(layer) => layer.tensors.push(tensor.name),
-            None => layers.push(LayerSpec { name, tensors: vec![tensor.name] }),
+            None => layers.push(LayerSpec {
+                name,
+                tensors: vec![tensor.name],
+            }),
         }
     }
     Ok(layers)
