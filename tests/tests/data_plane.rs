@@ -171,7 +171,13 @@ fn clients_killed_at_any_moment_leave_nothing_behind() {
         // the connection that asks is one more
         (empty && daemon.descriptors() <= before + 2).then_some(())
     })
-    .unwrap();
+    .unwrap_or_else(|error| {
+        panic!(
+            "{error}: {:?}, {} descriptors, {before} before",
+            daemon.status().unwrap(),
+            daemon.descriptors()
+        )
+    });
     Reader::start(&daemon, &plan(&path))
         .unwrap()
         .expect("registered")

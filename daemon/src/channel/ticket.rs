@@ -115,6 +115,15 @@ impl Tickets {
         }
     }
 
+    /// Drops the tickets of a manager that is over: each would keep its memory.
+    pub fn forget(&self, manager: u64) {
+        let of_manager = |entry: &Entry| match &entry.item {
+            Item::Gift(gift) => gift.manager == Some(manager),
+            Item::File(_) => false,
+        };
+        self.waiting().retain(|_, entry| !of_manager(entry));
+    }
+
     /// Drops what was not redeemed in time.
     pub fn expire(&self) {
         let now = Instant::now();
@@ -209,6 +218,17 @@ mod tests {
             tickets.redeem(PEER, b"short").unwrap_err(),
             TicketError::Unknown
         );
+    }
+
+    #[test]
+    fn the_end_of_a_manager_drops_its_tickets_alone() {
+        let tickets = Tickets::default();
+        let of = |manager| Gift { manager, ..gift() };
+        let one = tickets.give(PEER, of(Some(1))).unwrap();
+        let two = tickets.give(PEER, of(Some(2))).unwrap();
+        tickets.forget(1);
+        assert!(tickets.redeem(PEER, &one).is_err());
+        assert!(tickets.redeem(PEER, &two).is_ok());
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::{
     configuration::DeviceKind,
     managers::{
         record,
-        registry::{ManagerSettings, Managers},
+        registry::{ManagerSettings, Managers, OnEnd},
     },
     service::{
         admin::AdminService,
@@ -84,17 +84,23 @@ impl Rooms {
             resume_grace: settings.resume_grace,
             poison_released: settings.poison_released,
         };
+        let tickets = Arc::new(Tickets::default());
+        let on_end = {
+            let tickets = Arc::clone(&tickets);
+            OnEnd(Box::new(move |manager| tickets.forget(manager)))
+        };
         let managers = Managers::new(
             manager_settings,
             generation,
             devices,
             Arc::clone(&weights),
             state,
+            on_end,
         );
         Ok(Self {
             managers,
             weights,
-            tickets: Arc::default(),
+            tickets,
             notice,
             generation,
             drain: watch::Sender::new(None),

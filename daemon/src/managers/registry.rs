@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
@@ -101,6 +102,15 @@ struct Names {
     by_token: HashMap<Token, Arc<Manager>>,
 }
 
+/// Told the id of each manager that ends, at once.
+pub struct OnEnd(pub Box<dyn Fn(u64) + Send + Sync>);
+
+impl fmt::Debug for OnEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnEnd")
+    }
+}
+
 /// All managers of the daemon.
 #[derive(Debug)]
 pub struct Managers {
@@ -109,6 +119,7 @@ pub struct Managers {
     devices: Vec<Arc<ManagedDevice>>,
     weights: Arc<WeightStore>,
     state: StateDirectory,
+    on_end: OnEnd,
     names: Mutex<Names>,
     /// Ids and epochs: the generation in the high half, so that they grow over restarts.
     next: AtomicU64,
@@ -125,6 +136,7 @@ impl Managers {
         devices: Vec<Arc<ManagedDevice>>,
         weights: Arc<WeightStore>,
         state: StateDirectory,
+        on_end: OnEnd,
     ) -> Arc<Self> {
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
@@ -132,6 +144,7 @@ impl Managers {
             devices,
             weights,
             state,
+            on_end,
             names: Mutex::default(),
             next: AtomicU64::new(generation << 32 | 1),
             draining: AtomicBool::new(false),
@@ -268,6 +281,7 @@ impl Managers {
         );
         manager.ended.cancel();
         manager.end_stream(reason);
+        (self.on_end.0)(manager.id);
         let model = manager.model_slot().take();
         let this = self.this.upgrade()?;
         let manager = Arc::clone(manager);

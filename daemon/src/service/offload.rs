@@ -27,6 +27,7 @@ use super::{
 use crate::{
     channel::ticket::{Gift, Tickets},
     managers::{
+        error::ManagerError,
         holds,
         manager::Manager,
         model::{LayerSpec, Model},
@@ -190,6 +191,11 @@ impl Offload for OffloadService {
         let model = manager.model().map_err(Failure::from)?;
         let tickets = message.tickets.then_some((self.tickets.as_ref(), peer));
         let pages = plan_pages::pages(&manager, &model, tickets)?;
+        if manager.ended.is_cancelled() {
+            // it ended meanwhile: tickets made after its end would keep its memory
+            self.tickets.forget(manager.id);
+            return Err(Failure::from(ManagerError::LeaseLost).into());
+        }
         Ok(Response::new(Box::pin(tokio_stream::iter(
             pages.into_iter().map(Ok),
         ))))
