@@ -187,6 +187,8 @@ impl WeightStore {
         }
         let set = Arc::clone(set);
         self.take_out(&mut sets, &set)?;
+        // unmapping a large segment takes long, and others wait for the lock
+        drop(sets);
         tracing::info!(set = set.id(), name, uid, "weight set dropped");
         Ok(set.segment().bytes())
     }
@@ -209,11 +211,11 @@ impl WeightStore {
         if possible < bytes {
             return freed;
         }
-        for set in idle {
+        for set in &idle {
             if freed >= bytes {
                 break;
             }
-            match self.take_out(&mut sets, &set) {
+            match self.take_out(&mut sets, set) {
                 Ok(()) => {
                     tracing::info!(set = set.id(), name = set.name(), "weight set evicted");
                     freed += set.segment().bytes();
@@ -221,6 +223,8 @@ impl WeightStore {
                 Err(e) => tracing::warn!(set = set.id(), "weight set not evicted: {e}"),
             }
         }
+        // unmapping comes after the lock is given back
+        drop(sets);
         freed
     }
 
