@@ -3,21 +3,25 @@
 //! Rooms, by noun of the domain (see `docs/architecture.md`):
 //! - [`configuration`]: flags, environment and file, checked before anything is bound;
 //! - [`weights`]: segments, identity, loading;
+//! - [`state`]: what a successor needs;
 //! - [`managers`]: ownership, leases, phases, holds;
 //! - [`plan`]: what stays, what streams, where: pure;
 //! - [`transfer`]: device memory and the engine that fills it;
 //! - [`channel`]: the descriptor channel and its tickets;
 //! - [`service`]: gRPC to the domain and back;
 //! - [`lifecycle`]: instance lock, start, phases, drain;
-//! - [`doctor`]: what is wrong with this machine.
+//! - [`doctor`]: what is wrong with this machine;
+//! - [`cli`]: the command line.
 #![forbid(unsafe_code)]
 
 pub mod channel;
+pub mod cli;
 pub mod configuration;
 pub mod doctor;
 pub mod lifecycle;
 pub mod managers;
 pub mod plan;
 pub mod service;
+pub mod state;
 pub mod transfer;
 pub mod weights;

@@ -3,7 +3,7 @@
 
 use std::{fmt, os::fd::OwnedFd, sync::Arc};
 
-use flextensord_proto::layout::LABEL_BYTES;
+use flextensord_proto::layout::LABEL_SIZE;
 
 use crate::{
     control::ControlPage,
@@ -81,8 +81,8 @@ impl Label {
     /// The label's 256 bytes: magic, allocation id (8), random value (16), length of
     /// the instance's name (1), the name, zeros.
     #[must_use]
-    pub fn encode(&self) -> [u8; LABEL_BYTES as usize] {
-        let mut bytes = [0; LABEL_BYTES as usize];
+    pub fn encode(&self) -> [u8; LABEL_SIZE] {
+        let mut bytes = [0; LABEL_SIZE];
         bytes[..8].copy_from_slice(LABEL_MAGIC);
         bytes[8..16].copy_from_slice(&self.allocation.to_le_bytes());
         bytes[16..32].copy_from_slice(&self.random);

@@ -1,6 +1,8 @@
 //! Telling a forked child from the process that made an object, without a system call.
 
-use std::{num::NonZeroUsize, process, ptr::NonNull, sync::atomic::AtomicU8, sync::atomic::Ordering};
+use std::{
+    num::NonZeroUsize, process, ptr::NonNull, sync::atomic::AtomicU8, sync::atomic::Ordering,
+};
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 

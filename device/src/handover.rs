@@ -102,6 +102,11 @@ impl<J: Journal> Filler<J> {
         &self.journal
     }
 
+    /// Ends the filling; the journal goes on.
+    pub fn into_journal(self) -> J {
+        self.journal
+    }
+
     /// What the slot word of `part` says, read against the journal.
     pub fn sight<C: Cells + ?Sized>(&self, cells: &C, part: u32) -> Sight {
         let word = cells.load(part);

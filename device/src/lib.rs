@@ -5,8 +5,8 @@
 //! - [`control`], [`notice`], [`journal`]: the pages of the hand-over protocol;
 //! - [`handover`]: the protocol itself, pure, over any memory;
 //! - [`doorbell`], [`futex`]: waking;
-//! - [`process`], [`fork`], [`descriptor`]: who a peer is, whether we are a forked
-//!   child, and handing descriptors over;
+//! - [`process`], [`fork`], [`descriptor`], [`readiness`]: who a peer is, whether we
+//!   are a forked child, handing descriptors over, waiting for them;
 //! - [`device`]: what a device must do; [`cpu`]: a device in host memory.
 //!
 //! It depends on `flextensord-proto` for layouts alone.
@@ -25,4 +25,5 @@ pub mod mapping;
 pub mod memfd;
 pub mod notice;
 pub mod process;
+pub mod readiness;
 pub mod segment;

@@ -110,6 +110,10 @@ impl SegmentBuilder {
             .open(&path)
             .map_err(|e| KernelError::new(operation(), e))?;
         let temporary = TemporaryName(Some(path.clone()));
+        // held for as long as the daemon has the file open, also after it was renamed:
+        // it tells a daemon that cleans up whether the maker still lives
+        file.try_lock()
+            .map_err(|e| KernelError::new(format!("lock {}", path.display()), e))?;
         let free = free_bytes(directory)?;
         let full = || SegmentError::Full {
             wanted: bytes,
@@ -246,6 +250,21 @@ mod tests {
         drop(segment);
         assert!(theirs.equals(4999, &[7]).unwrap());
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_segment_is_locked_by_its_maker_until_that_is_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let segment = SegmentBuilder::new(directory.path(), "s", 4096)
+            .unwrap()
+            .publish()
+            .unwrap();
+        let seen = File::open(segment.path()).unwrap();
+        assert!(seen.try_lock().is_err());
+        let given = File::from(segment.export().unwrap());
+        drop(segment);
+        assert!(seen.try_lock().is_ok());
+        drop(given);
     }
 
     #[test]

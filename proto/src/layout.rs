@@ -80,7 +80,9 @@ pub const JOURNAL_ISSUED: usize = 64;
 
 /// Bytes at the begin of every device allocation that hold its label; parts lie
 /// behind. The label names instance, allocation id and a random value.
-pub const LABEL_BYTES: u64 = 256;
+pub const LABEL_BYTES: u64 = LABEL_SIZE as u64;
+/// [`LABEL_BYTES`], as the size of an array.
+pub const LABEL_SIZE: usize = 256;
 
 /// Bytes of a control page for `parts` parts, before rounding to a page.
 #[must_use]

@@ -28,3 +28,6 @@ pub const REQUEST_ID_BYTES: std::ops::RangeInclusive<usize> = 16..=128;
 pub fn align(bytes: u64) -> Option<u64> {
     bytes.checked_next_multiple_of(ALIGNMENT)
 }
+
+/// `PlanPart.allocation` of a part that has no bytes and so lies nowhere.
+pub const NO_ALLOCATION: u32 = u32::MAX;

@@ -1,3 +1,4 @@
 //! The descriptor channel: one-time tickets, and the socket where they are redeemed.
 
+pub mod server;
 pub mod ticket;

@@ -44,6 +44,8 @@ pub struct Gift {
     pub descriptor: OwnedFd,
     /// Bytes of the object behind it; 0 where that has no meaning.
     pub bytes: u64,
+    /// The manager it belongs to: the connection that takes it is that of its client.
+    pub manager: Option<u64>,
 }
 
 /// A file that a client handed over.
@@ -185,6 +187,7 @@ mod tests {
         Gift {
             descriptor: tempfile::tempfile().unwrap().into(),
             bytes: 3,
+            manager: None,
         }
     }
 

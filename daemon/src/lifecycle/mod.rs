@@ -1,1 +1,25 @@
-//! lifecycle.
+//! From start to stop: who may serve an instance, where, and in which phase it is.
+//!
+//! - [`phase`]: the life cycle as a value that can be watched;
+//! - [`directory`], [`lock`], [`socket`], [`generation`]: what belongs to one daemon
+//!   of an instance alone;
+//! - [`instance`]: those four put together;
+//! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
+//! - [`rooms`]: the rooms of the daemon put together;
+//! - [`serve`]: the daemon's run.
+
+pub mod directory;
+pub mod exit;
+pub mod generation;
+pub mod instance;
+pub mod lock;
+pub mod logging;
+pub mod panic;
+pub mod phase;
+mod rooms;
+pub mod serve;
+pub mod socket;
+
+pub use exit::Exit;
+pub use instance::{Instance, Sockets, StartError};
+pub use phase::{Life, Phase};

@@ -1,1 +1,17 @@
-//! managers.
+//! Who owns which name, what it registered, what it holds, and what its end leaves.
+//!
+//! - [`registry`]: names, tokens, opening and ending;
+//! - [`manager`]: one manager and its lease;
+//! - [`registration`]: from layers to a plan with memory;
+//! - [`model`]: what was registered;
+//! - [`holds`]: holds taken over RPC;
+//! - [`record`]: what a successor needs;
+//! - [`error`]: what can go wrong.
+
+pub mod error;
+pub mod holds;
+pub mod manager;
+pub mod model;
+pub mod record;
+pub mod registration;
+pub mod registry;

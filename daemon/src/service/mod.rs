@@ -1,3 +1,16 @@
 //! gRPC to the domain and back.
+//!
+//! - [`offload`], [`weights`], [`admin`]: the three services;
+//! - [`plan_pages`], [`dump`]: long answers in pages;
+//! - [`caller`], [`request`], [`idempotency`]: what all calls share;
+//! - [`failure`]: the one place that turns errors into a status.
 
+pub mod admin;
 pub mod caller;
+pub mod dump;
+pub mod failure;
+pub mod idempotency;
+pub mod offload;
+pub mod plan_pages;
+pub mod request;
+pub mod weights;

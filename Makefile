@@ -1,0 +1,70 @@
+# The one entry point: CI runs the same targets. Each target installs what it needs into
+# .cache (ignored by git), through cargo, pip and, as root, apt.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+CARGO ?= cargo
+CACHE := $(CURDIR)/.cache
+VENV := $(CACHE)/venv
+DENY_VERSION := 0.20.2
+# one that is installed serves, if it is the same version
+DENY := $(shell cargo-deny --version 2>/dev/null | grep -qx 'cargo-deny $(DENY_VERSION)' \
+	&& command -v cargo-deny || echo $(CACHE)/tools/bin/cargo-deny)
+PYTHON_TESTS := $(wildcard tests/python/test_*.py)
+
+.PHONY: help demo test lint bench build release fmt clean linker
+
+help: ## what there is to do
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: release ## load a real model once, share it between processes, kill one of them
+	tests/demo/run.sh
+
+test: linker $(if $(PYTHON_TESTS),$(VENV)/ready) ## all tests
+	$(CARGO) test --workspace --locked
+ifneq ($(PYTHON_TESTS),)
+	$(CARGO) build --workspace --bins --locked
+	$(VENV)/bin/pytest -ra tests/python
+endif
+
+lint: linker $(DENY) ## format, clippy, licences, documentation, style
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(DENY) --locked check licenses bans sources
+	RUSTDOCFLAGS=-Dwarnings $(CARGO) doc --workspace --no-deps --locked
+	tests/style.sh
+
+bench: release ## figures of this machine
+	@test -x tests/bench/run.sh || { echo 'there are no benchmarks yet' >&2; exit 1; }
+	tests/bench/run.sh
+
+build: linker ## everything, for development
+	$(CARGO) build --workspace --all-targets --locked
+
+release: linker ## the binaries, optimised
+	$(CARGO) build --release --workspace --bins --locked
+
+fmt: ## format the sources
+	$(CARGO) fmt --all
+
+clean: ## remove what was built and fetched
+	$(CARGO) clean
+	rm -rf $(CACHE)
+
+# a Rust toolchain brings no linker of its own
+linker:
+	@tests/need.sh 'command -v cc' gcc libc6-dev
+
+$(CACHE)/tools/bin/cargo-deny: | linker
+	$(CARGO) install --locked --root $(CACHE)/tools --version $(DENY_VERSION) cargo-deny
+
+# Debian ships Python without ensurepip unless python3-venv is installed
+$(VENV)/ready: tests/python/requirements.txt
+	@tests/need.sh 'python3 -c "import ensurepip"' python3-venv
+	rm -rf $(VENV)
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@

@@ -1,0 +1,216 @@
+//! The socket where tickets are redeemed and files handed over.
+
+use std::{
+    collections::HashSet,
+    io,
+    os::fd::{AsFd as _, BorrowedFd, OwnedFd},
+    sync::{Arc, Weak},
+};
+
+use flextensord_device::{
+    descriptor,
+    process::{self, Peer},
+    readiness::Watched,
+};
+use flextensord_proto::{
+    limit, name, negotiate,
+    v1::{
+        ChannelAnswer, ChannelRequest, Hello, Offer, Offered, Redeem, Redeemed, Refused, Welcome,
+        channel_answer::Answer, channel_request::Request,
+    },
+};
+use prost::Message as _;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+
+use super::ticket::{OfferedFile, Tickets};
+use crate::managers::registry::Managers;
+
+/// Most connections at a time.
+const CONNECTIONS: usize = 4096;
+
+/// What the channel serves from.
+#[derive(Debug, Clone)]
+pub struct ChannelServer {
+    /// Tickets that wait.
+    pub tickets: Arc<Tickets>,
+    /// Told when the process of a manager without a visible pid is gone.
+    pub managers: Weak<Managers>,
+    /// The daemon's generation.
+    pub generation: u64,
+}
+
+impl ChannelServer {
+    /// Accepts connections until `stop` is cancelled.
+    ///
+    /// # Errors
+    /// When the listener cannot be watched.
+    pub async fn serve(self, listener: OwnedFd, stop: CancellationToken) -> io::Result<()> {
+        let listener = Watched::new(listener)?;
+        let room = Arc::new(Semaphore::new(CONNECTIONS));
+        loop {
+            let accepted = tokio::select! {
+                () = stop.cancelled() => return Ok(()),
+                accepted = listener.read(|listener| descriptor::accept(listener)) => accepted,
+            };
+            let connection = match accepted {
+                Ok(connection) => connection,
+                Err(error) => {
+                    // out of descriptors, most likely: leave room for some to close
+                    tracing::warn!(%error, "descriptor channel cannot accept");
+                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                    continue;
+                }
+            };
+            let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
+                tracing::warn!(limit = CONNECTIONS, "too many descriptor channels");
+                continue;
+            };
+            let (server, stop) = (self.clone(), stop.clone());
+            tokio::spawn(async move {
+                tokio::select! {
+                    () = stop.cancelled() => {}
+                    ended = server.converse(connection) => {
+                        if let Err(error) = ended {
+                            tracing::debug!(%error, "descriptor channel ended");
+                        }
+                    }
+                }
+                drop(permit);
+            });
+        }
+    }
+
+    /// Answers one peer until it is gone.
+    async fn converse(&self, connection: OwnedFd) -> io::Result<()> {
+        let peer = process::peer(connection.as_fd()).map_err(|error| error.source)?;
+        let connection = Watched::new(connection)?;
+        let mut served = HashSet::new();
+        let outcome = loop {
+            let received = connection.read(|socket| descriptor::receive(socket)).await;
+            let (packet, descriptors) = match received {
+                Ok(received) => received,
+                Err(error) => break Err(error),
+            };
+            if packet.is_empty() {
+                break Ok(());
+            }
+            let (answer, gift) = self.answer(peer, &packet, descriptors, &mut served);
+            let answer = ChannelAnswer {
+                answer: Some(answer),
+            }
+            .encode_to_vec();
+            let gifts: Vec<BorrowedFd<'_>> = gift.iter().map(|gift| gift.as_fd()).collect();
+            let sent = connection.write(|socket| descriptor::send(socket, &answer, &gifts));
+            if let Err(error) = sent.await {
+                break Err(error);
+            }
+        };
+        if let Some(managers) = self.managers.upgrade() {
+            served
+                .into_iter()
+                .for_each(|manager| managers.channel_closed(manager));
+        }
+        outcome
+    }
+
+    fn answer(
+        &self,
+        peer: Peer,
+        packet: &[u8],
+        descriptors: Vec<OwnedFd>,
+        served: &mut HashSet<u64>,
+    ) -> (Answer, Option<OwnedFd>) {
+        match ChannelRequest::decode(packet).map(|request| request.request) {
+            Ok(Some(Request::Hello(hello))) => (self.welcome(&hello), None),
+            Ok(Some(Request::Redeem(redeem))) => self.redeem(peer, &redeem, served),
+            Ok(Some(Request::Offer(offer))) => (self.take(peer, &offer, descriptors), None),
+            Ok(None) => (
+                refused("INVALID_ARGUMENT", "request is empty".to_owned()),
+                None,
+            ),
+            Err(error) => (
+                refused("INVALID_ARGUMENT", format!("packet: {error}")),
+                None,
+            ),
+        }
+    }
+
+    fn welcome(&self, hello: &Hello) -> Answer {
+        match negotiate(hello.protocol, hello.protocol) {
+            Some(protocol) => Answer::Welcome(Welcome {
+                protocol,
+                daemon_generation: self.generation,
+            }),
+            None => refused(
+                "PROTOCOL_VERSION",
+                format!("protocol version {} is not spoken here", hello.protocol),
+            ),
+        }
+    }
+
+    fn redeem(
+        &self,
+        peer: Peer,
+        redeem: &Redeem,
+        served: &mut HashSet<u64>,
+    ) -> (Answer, Option<OwnedFd>) {
+        match self.tickets.redeem(peer, &redeem.ticket) {
+            Ok(gift) => {
+                served.extend(gift.manager);
+                (
+                    Answer::Redeemed(Redeemed { bytes: gift.bytes }),
+                    Some(gift.descriptor),
+                )
+            }
+            Err(error) => (refused("NOT_FOUND", error.to_string()), None),
+        }
+    }
+
+    fn take(&self, peer: Peer, offer: &Offer, descriptors: Vec<OwnedFd>) -> Answer {
+        if offer.file_names.len() != descriptors.len() || descriptors.is_empty() {
+            let text = format!(
+                "offer names {} files and brings {} descriptors",
+                offer.file_names.len(),
+                descriptors.len()
+            );
+            return refused("INVALID_ARGUMENT", text);
+        }
+        let mut tickets = Vec::with_capacity(descriptors.len());
+        for (name, descriptor) in offer.file_names.iter().zip(descriptors) {
+            if let Err(error) = check_file(name, descriptor.as_fd()) {
+                return refused("INVALID_ARGUMENT", error);
+            }
+            let file = OfferedFile {
+                name: name.clone(),
+                file: descriptor.into(),
+            };
+            match self.tickets.offer(peer, file) {
+                Ok(ticket) => tickets.push(ticket),
+                Err(error) => return refused("TOO_MANY", error.to_string()),
+            }
+        }
+        Answer::Offered(Offered { tickets })
+    }
+}
+
+fn check_file(name: &str, descriptor: BorrowedFd<'_>) -> Result<(), String> {
+    name::check_qualified(name).map_err(|error| format!("file name: {error}"))?;
+    if name.contains('/') || name.len() > limit::QUALIFIED_NAME_BYTES {
+        return Err(format!("file name {name:?} is no plain name"));
+    }
+    if descriptor::is_readable_regular_file(descriptor) {
+        Ok(())
+    } else {
+        Err(format!(
+            "file {name:?} is not a regular file open for reading"
+        ))
+    }
+}
+
+fn refused(kind: &str, message: String) -> Answer {
+    Answer::Refused(Refused {
+        kind: kind.to_owned(),
+        message,
+    })
+}

@@ -1,0 +1,217 @@
+//! Puts the rooms of a daemon together, and takes them apart.
+
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use flextensord_device::{
+    cpu::CpuDevice,
+    device::Device,
+    notice::{NoticePage, NoticePhase},
+};
+use flextensord_proto::v1::{
+    admin_server::AdminServer, offload_server::OffloadServer, weights_server::WeightsServer,
+};
+use tokio::{sync::watch, time};
+use tonic::transport::server::Router;
+
+use super::{Instance, Life, instance::StartError};
+use crate::{
+    channel::{server::ChannelServer, ticket::Tickets},
+    configuration::DeviceKind,
+    managers::{
+        record,
+        registry::{ManagerSettings, Managers},
+    },
+    service::{
+        admin::AdminService,
+        offload::{Calls, OffloadService},
+        weights::WeightService,
+    },
+    state::StateDirectory,
+    transfer::managed::ManagedDevice,
+    weights::registry::{WeightSettings, WeightStore},
+};
+
+/// How often tickets that nobody redeemed are thrown away.
+const EXPIRY: Duration = Duration::from_secs(10);
+/// Most threads that block at a time: loads, registrations, clean-ups.
+pub(super) const BLOCKING_THREADS: usize = 128;
+/// Names of the services in `grpc.health.v1`, beside the empty one for the whole.
+pub(super) const SERVICES: [&str; 3] = [
+    "flextensor.v1.Offload",
+    "flextensor.v1.Weights",
+    "flextensor.v1.Admin",
+];
+
+/// The rooms of a daemon that serves.
+#[derive(Debug)]
+pub(super) struct Rooms {
+    managers: Arc<Managers>,
+    weights: Arc<WeightStore>,
+    tickets: Arc<Tickets>,
+    notice: Arc<NoticePage>,
+    generation: u64,
+    drain: watch::Sender<Option<Duration>>,
+}
+
+impl Rooms {
+    /// Removes what a dead predecessor left, then makes all rooms.
+    pub(super) fn new(instance: &Instance) -> Result<Self, StartError> {
+        let settings = &instance.settings;
+        let generation = instance.generation;
+        let state = StateDirectory::open(&instance.directory.state)
+            .map_err(|error| StartError::setup("open the state directory", error))?;
+        WeightStore::discard_leftovers(&settings.shm_dir, &settings.instance, &state)
+            .map_err(|error| StartError::setup("remove what a dead daemon left", error))?;
+        discard_managers(&state)?;
+        let weight_settings = WeightSettings {
+            instance: settings.instance.clone(),
+            shm_dir: settings.shm_dir.clone(),
+            host_limit: settings.host_memory,
+            load_threads: settings.load_threads,
+        };
+        let weights = WeightStore::new(weight_settings, state.clone())
+            .map_err(|error| StartError::setup("open the store of weights", error))?;
+        let notice = NoticePage::create(generation)
+            .map_err(|error| StartError::setup("make the notice page", error))?;
+        let notice = Arc::new(notice);
+        let devices = devices(instance, &notice)?;
+        let manager_settings = ManagerSettings {
+            limit: settings.max_managers,
+            resume_grace: settings.resume_grace,
+            poison_released: settings.poison_released,
+        };
+        let managers = Managers::new(
+            manager_settings,
+            generation,
+            devices,
+            Arc::clone(&weights),
+            state,
+        );
+        Ok(Self {
+            managers,
+            weights,
+            tickets: Arc::default(),
+            notice,
+            generation,
+            drain: watch::Sender::new(None),
+        })
+    }
+
+    /// Adds the services to a server.
+    pub(super) fn serve_in(&self, router: Router, instance: &Instance, life: &Life) -> Router {
+        let offload = OffloadService {
+            managers: Arc::clone(&self.managers),
+            tickets: Arc::clone(&self.tickets),
+            notice: Arc::clone(&self.notice),
+            generation: self.generation,
+            calls: Calls::default(),
+        };
+        let daemon_uid = nix::unistd::geteuid().as_raw();
+        let weights = WeightService::new(Arc::clone(&self.weights), Arc::clone(&self.tickets));
+        let admin = AdminService {
+            managers: Arc::clone(&self.managers),
+            instance: instance.settings.instance.clone(),
+            generation: self.generation,
+            daemon_uid,
+            started: Instant::now(),
+            life: life.clone(),
+            drain: self.drain.clone(),
+            drain_grace: instance.settings.drain_grace,
+            terminations: Arc::default(),
+        };
+        router
+            .add_service(OffloadServer::new(offload))
+            .add_service(WeightsServer::new(weights))
+            .add_service(AdminServer::new(admin))
+    }
+
+    /// The server of the descriptor channel.
+    pub(super) fn channel(&self) -> ChannelServer {
+        ChannelServer {
+            tickets: Arc::clone(&self.tickets),
+            managers: Arc::downgrade(&self.managers),
+            generation: self.generation,
+        }
+    }
+
+    /// Says on the notice page what the daemon does.
+    pub(super) fn notice(&self, phase: NoticePhase) {
+        self.notice.set_phase(phase);
+    }
+
+    /// Waits until an operator asks for a drain; returns how long it may take.
+    pub(super) async fn drain_asked(&self) -> Duration {
+        let mut asked = self.drain.subscribe();
+        let limit = asked
+            .wait_for(Option::is_some)
+            .await
+            .ok()
+            .and_then(|limit| *limit);
+        // the sender is ours, so the wait cannot fail
+        limit.unwrap_or_default()
+    }
+
+    /// Takes nothing new, and waits until the managers have ended, at most for `limit`.
+    pub(super) async fn drain(&self, limit: Duration) {
+        self.notice(NoticePhase::Draining);
+        let managers = self.managers.begin_drain(limit);
+        tracing::info!(managers, ?limit, "draining");
+        self.managers.finish_drain(limit).await;
+    }
+
+    /// Does what comes round again and again, until it is dropped.
+    pub(super) async fn upkeep(&self) {
+        let expire = async {
+            loop {
+                time::sleep(EXPIRY).await;
+                self.tickets.expire();
+            }
+        };
+        tokio::join!(self.managers.reclaim(), expire);
+    }
+
+    /// Removes all weight sets; the daemon stops.
+    pub(super) fn close(self) {
+        self.notice(NoticePhase::Stopped);
+        self.weights.close();
+    }
+}
+
+fn devices(
+    instance: &Instance,
+    notice: &Arc<NoticePage>,
+) -> Result<Vec<Arc<ManagedDevice>>, StartError> {
+    let settings = &instance.settings;
+    let DeviceKind::Cpu = settings.device;
+    let count = usize::try_from(settings.cpu.devices).unwrap_or(0);
+    (0..count)
+        .map(|index| {
+            let name = &settings.instance;
+            let device: Arc<dyn Device> = Arc::new(
+                CpuDevice::new(name, index, settings.cpu.memory, settings.cpu.link)
+                    .map_err(|error| StartError::setup("make a device", error))?,
+            );
+            let managed =
+                ManagedDevice::new(index, name, instance.generation, device, Arc::clone(notice))
+                    .map_err(|error| StartError::setup("start an engine", error))?;
+            Ok(Arc::new(managed))
+        })
+        .collect()
+}
+
+/// Managers of a dead daemon cannot be taken up yet: their records go, by name.
+fn discard_managers(state: &StateDirectory) -> Result<(), StartError> {
+    let refused = |error: io::Error| StartError::setup("remove what a dead daemon left", error);
+    let names = state.list().map_err(|e| refused(io::Error::other(e)))?;
+    for name in names.into_iter().filter(|name| record::is_of_manager(name)) {
+        tracing::info!(name, "discard what a dead daemon's manager left");
+        state
+            .remove(&name)
+            .map_err(|e| refused(io::Error::other(e)))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,184 @@
+//! The daemon's run: take the instance, serve, drain, stop.
+
+use std::{io, time::Duration};
+
+use flextensord_device::notice::NoticePhase;
+use tokio::{
+    signal::unix::{Signal, SignalKind, signal},
+    sync::watch,
+    task::JoinError,
+};
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Server, server::Router};
+use tonic_health::{
+    ServingStatus,
+    server::{HealthReporter, health_reporter},
+};
+
+use super::{
+    exit::Exit,
+    instance::{Instance, Sockets, StartError},
+    panic,
+    phase::{Life, Phase},
+    rooms::{self, Rooms},
+};
+use crate::configuration::Settings;
+
+/// How long connections that are still open may hold up a stop that has drained: a
+/// client's watch of our health would otherwise hold it up for ever.
+const CLOSE: Duration = Duration::from_millis(300);
+/// The name that stands for the whole daemon in `grpc.health.v1`.
+const WHOLE: &str = "";
+
+/// Runs the daemon until it is told to stop, and says how that went.
+#[must_use]
+pub fn run(settings: &Settings) -> Exit {
+    let panicked = panic::install_hook();
+    let outcome = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .max_blocking_threads(rooms::BLOCKING_THREADS)
+        .build()
+        .map_err(|error| StartError::setup("start the runtime", error))
+        .and_then(|runtime| {
+            let outcome = runtime.block_on(serve(settings, panicked));
+            // a blocked thread must not hold up the end
+            runtime.shutdown_timeout(CLOSE);
+            outcome
+        });
+    match outcome {
+        Ok(()) => Exit::Ok,
+        Err(error) => {
+            tracing::error!(exit = error.exit().code(), "{error}");
+            error.exit()
+        }
+    }
+}
+
+async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(), StartError> {
+    let life = Life::new();
+    // a signal counts from before anything is bound
+    let mut signals = StopSignals::new()?;
+    let mut instance = Instance::prepare(settings)?;
+    let Sockets { grpc, channel } = instance.bind()?;
+
+    let (health, health_service) = health_reporter();
+    set_health(&health, ServingStatus::NotServing).await;
+    turn_on_panic(health.clone(), panicked);
+    let rooms = Rooms::new(&instance)?;
+    let router = with_reflection(Server::builder().add_service(health_service))?;
+    let router = rooms.serve_in(router, &instance, &life);
+    let closing = CancellationToken::new();
+    let incoming = UnixListenerStream::new(grpc);
+    let served = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
+    let mut server = tokio::spawn(served);
+    let mut channel = tokio::spawn(rooms.channel().serve(channel, closing.clone()));
+
+    rooms.notice(NoticePhase::Serving);
+    advance(&life, Phase::Serving)?;
+    set_health(&health, ServingStatus::Serving).await;
+    tracing::info!(
+        instance = instance.settings.instance,
+        generation = instance.generation,
+        socket = %instance.settings.grpc_socket().display(),
+        "serving"
+    );
+    let grace = instance.settings.drain_grace;
+    let outcome = tokio::select! {
+        signal = signals.next() => {
+            tracing::info!(signal, "told to stop");
+            Ok(grace)
+        }
+        limit = rooms.drain_asked() => Ok(limit),
+        ended = &mut server => Err(ended_early(ended.map(|e| e.map_err(io::Error::other)))),
+        ended = &mut channel => Err(ended_early(ended)),
+        () = rooms.upkeep() => Err(StartError::setup("serve", "the upkeep ended by itself")),
+    };
+    set_health(&health, ServingStatus::NotServing).await;
+    if let Ok(limit) = outcome {
+        advance(&life, Phase::Draining)?;
+        tokio::select! {
+            () = rooms.drain(limit) => {}
+            // told twice, somebody is in a hurry
+            signal = signals.next() => {
+                tracing::info!(signal, "told to stop at once");
+                rooms.drain(Duration::ZERO).await;
+            }
+        }
+    }
+    closing.cancel();
+    advance(&life, Phase::Stopping)?;
+    if tokio::time::timeout(CLOSE, &mut server).await.is_err() {
+        tracing::debug!("close connections that are still open");
+        server.abort();
+    }
+    rooms.close();
+    instance.close();
+    advance(&life, Phase::Stopped)?;
+    outcome.map(drop)
+}
+
+fn ended_early(ended: Result<io::Result<()>, JoinError>) -> StartError {
+    match ended {
+        Ok(Ok(())) => StartError::setup("serve", "a server ended by itself"),
+        Ok(Err(error)) => StartError::setup("serve", error),
+        Err(error) => StartError::setup("serve", error),
+    }
+}
+
+/// Says the same of every service and of the whole.
+async fn set_health(health: &HealthReporter, status: ServingStatus) {
+    for service in rooms::SERVICES.into_iter().chain([WHOLE]) {
+        health.set_service_status(service, status).await;
+    }
+}
+
+fn advance(life: &Life, phase: Phase) -> Result<(), StartError> {
+    life.advance(phase)
+        .map_err(|error| StartError::setup("go on", error))
+}
+
+fn turn_on_panic(health: HealthReporter, mut panicked: watch::Receiver<bool>) {
+    tokio::spawn(async move {
+        if panicked.wait_for(|told| *told).await.is_ok() {
+            set_health(&health, ServingStatus::NotServing).await;
+        }
+    });
+}
+
+/// Adds both versions of server reflection: common tools still ask for the older one.
+fn with_reflection(router: Router) -> Result<Router, StartError> {
+    let builder = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(flextensord_proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let refused = |error| StartError::setup("describe the services", error);
+    Ok(router
+        .add_service(builder().build_v1().map_err(refused)?)
+        .add_service(builder().build_v1alpha().map_err(refused)?))
+}
+
+/// SIGTERM and SIGINT.
+struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl StopSignals {
+    fn new() -> Result<Self, StartError> {
+        let handle =
+            |kind| signal(kind).map_err(|error| StartError::setup("handle signals", error));
+        Ok(Self {
+            terminate: handle(SignalKind::terminate())?,
+            interrupt: handle(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}

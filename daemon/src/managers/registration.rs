@@ -1,0 +1,383 @@
+//! From a list of layers to a plan with memory: everything is made, and written down
+//! for a successor, before the client is told.
+
+use std::sync::{Arc, atomic::Ordering::SeqCst};
+
+use flextensord_device::{
+    control::{ControlIdentity, ControlPage},
+    device::Source,
+    journal::JournalFile,
+};
+
+use super::{
+    error::ManagerError,
+    manager::Manager,
+    model::{LayerSpec, Model, Structure},
+    record::{self, ManagerRecord},
+    registry::Managers,
+};
+use crate::{
+    plan::{self, Input, Place, Plan, PlanError},
+    transfer::{
+        memory::{Allocation, MemoryError},
+        residents::{BlockKey, BlockRequest},
+        stream::{StreamPart, StreamSpec},
+    },
+    weights::set::WeightSet,
+};
+
+/// The version of a manager's first plan.
+const FIRST_PLAN: u64 = 1;
+
+/// What a manager may hold on its device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Budget {
+    /// A share of the device's total memory.
+    Fraction(f64),
+    /// Bytes.
+    Bytes(u64),
+}
+
+impl Budget {
+    /// The budget in bytes on a device of `total` bytes.
+    ///
+    /// # Errors
+    /// When a share is not over 0 and up to 1, or bytes are 0.
+    pub fn bytes(self, total: u64) -> Result<u64, ManagerError> {
+        match self {
+            Self::Fraction(fraction) if fraction > 0.0 && fraction <= 1.0 => {
+                // in millionths: exact enough, and no float is cast to a size
+                let millionths = format!("{:.0}", fraction * 1e6)
+                    .parse::<u128>()
+                    .unwrap_or(0);
+                let bytes = u128::from(total) * millionths / 1_000_000;
+                Ok(u64::try_from(bytes).unwrap_or(total).min(total))
+            }
+            Self::Fraction(fraction) => Err(ManagerError::Field {
+                field: "memory_fraction",
+                value: fraction.to_string(),
+                rule: "must be over 0 and up to 1".to_owned(),
+            }),
+            Self::Bytes(0) => Err(ManagerError::Field {
+                field: "budget_bytes",
+                value: "0".to_owned(),
+                rule: "must be over 0".to_owned(),
+            }),
+            Self::Bytes(bytes) => Ok(bytes),
+        }
+    }
+}
+
+/// What a client registers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Registration {
+    /// Name of the weight set.
+    pub weight_set: String,
+    /// Layers in the order of a pass.
+    pub layers: Vec<LayerSpec>,
+    /// What may be held on the device.
+    pub budget: Budget,
+}
+
+/// Registers a model for `manager`: plans, allocates, fills residents, writes the
+/// record, and sets the engine to work. Blocks the thread.
+///
+/// # Errors
+/// Whatever stands in the way; nothing is left behind then, and the manager may try
+/// again.
+pub fn register(
+    managers: &Managers,
+    manager: &Arc<Manager>,
+    registration: &Registration,
+) -> Result<Arc<Model>, ManagerError> {
+    let _busy = Busy::begin(manager)?;
+    if manager.model_slot().is_some() {
+        return Err(ManagerError::Registered {
+            name: manager.name.clone(),
+        });
+    }
+    let model = Arc::new(prepare(managers, manager, registration)?);
+    let journal = match write_down(managers, manager, &model) {
+        Ok(journal) => journal,
+        Err(error) => {
+            retire(manager, &model);
+            return Err(error);
+        }
+    };
+    install(managers, manager, &model, journal)?;
+    Ok(model)
+}
+
+fn prepare(
+    managers: &Managers,
+    manager: &Arc<Manager>,
+    registration: &Registration,
+) -> Result<Model, ManagerError> {
+    let attachment =
+        managers
+            .weights()
+            .attach(manager.owner.uid, &registration.weight_set, &manager.name)?;
+    let set = Arc::clone(attachment.set());
+    let structure = Structure::resolve(
+        &registration.weight_set,
+        set.manifest(),
+        &registration.layers,
+    )?;
+    let requested = registration
+        .budget
+        .bytes(manager.device.info().total_bytes)?;
+    let (granted, plan, requests) = fit(manager, &set, &structure, requested)?;
+    let mut given = manager.device.residents.get(&requests, plan.ring_bytes)?;
+    let filled = plan.resident_bytes - given.shared_bytes;
+    manager
+        .counters
+        .count(|counters| &counters.resident_fill_bytes, filled);
+    let ring: Option<Allocation> = match plan.ring_bytes {
+        0 => None,
+        bytes => Some(given.reservation.allocate(bytes)?),
+    };
+    let control = ControlPage::create(identity(manager, &structure))?;
+    Ok(Model {
+        attachment,
+        plan_version: FIRST_PLAN,
+        control: Arc::new(control),
+        blocks: given.blocks,
+        ring,
+        requested,
+        granted,
+        shared_bytes: given.shared_bytes,
+        least_feasible: plan.least_feasible,
+        structure,
+        plan,
+    })
+}
+
+/// The best plan that fits into what is free now: budget, plan, and its blocks. Residents
+/// that are on the device already count in full but need no new memory, so the budget
+/// that can be granted depends on the plan: it is lowered until both agree.
+fn fit(
+    manager: &Manager,
+    set: &WeightSet,
+    structure: &Structure,
+    requested: u64,
+) -> Result<(u64, Plan, Vec<BlockRequest>), ManagerError> {
+    let memory = &manager.device.memory;
+    let residents = &manager.device.residents;
+    memory.sweep();
+    let there = residents.bytes_of(manager.owner.uid, set.id());
+    let mut granted = requested.min(memory.available().saturating_add(there));
+    loop {
+        let input = Input {
+            parts: structure.parts.iter().map(|part| part.bytes).collect(),
+            uses: structure
+                .layers
+                .iter()
+                .map(|layer| layer.parts.clone())
+                .collect(),
+            budget: granted,
+        };
+        let plan = plan::plan(&input).map_err(|error| match error {
+            PlanError::Infeasible { least, .. } if least <= requested => {
+                ManagerError::Memory(MemoryError::Exhausted {
+                    device: manager.device.info().name.clone(),
+                    wanted: least,
+                    available: granted,
+                    total: manager.device.info().total_bytes,
+                    reclaiming: memory.reclaiming_bytes(),
+                })
+            }
+            other => other.into(),
+        })?;
+        let requests = block_requests(manager.owner.uid, set, structure, &plan);
+        let wanted = residents.missing(&requests).saturating_add(plan.ring_bytes);
+        match wanted
+            .checked_sub(memory.available())
+            .filter(|over| *over > 0)
+        {
+            Some(over) => granted = granted.min(plan.held_bytes()).saturating_sub(over),
+            None => return Ok((granted, plan, requests)),
+        }
+    }
+}
+
+fn identity(manager: &Manager, structure: &Structure) -> ControlIdentity {
+    ControlIdentity {
+        lease_epoch: manager.lease_epoch,
+        plan_version: FIRST_PLAN,
+        // the structure numbers its parts in 32 bits
+        parts: u32::try_from(structure.parts.len()).unwrap_or(u32::MAX),
+    }
+}
+
+fn block_requests(
+    uid: u32,
+    set: &WeightSet,
+    structure: &Structure,
+    plan: &Plan,
+) -> Vec<BlockRequest> {
+    let segment = set.segment();
+    let offset = |part: u32| match plan.places.get(part as usize) {
+        Some(Place::Resident { offset, .. }) => *offset,
+        _ => 0,
+    };
+    let contents = |part: &u32| {
+        let place = &structure.parts[*part as usize];
+        let source = Source {
+            segment: Arc::clone(segment.mapping()),
+            offset: place.segment_offset,
+            bytes: place.bytes,
+        };
+        (offset(*part), source)
+    };
+    let storage = |part: &u32| structure.parts[*part as usize].storage;
+    plan.blocks
+        .iter()
+        .map(|block| BlockRequest {
+            key: BlockKey {
+                uid,
+                weight_set: set.id().to_owned(),
+                storages: block.parts.iter().map(storage).collect(),
+            },
+            bytes: block.bytes,
+            contents: block.parts.iter().map(contents).collect(),
+        })
+        .collect()
+}
+
+/// Writes the journal and the record.
+fn write_down(
+    managers: &Managers,
+    manager: &Manager,
+    model: &Model,
+) -> Result<Option<JournalFile>, ManagerError> {
+    let journal = match model.ring {
+        Some(_) => {
+            let name = record::journal_name(manager.id, model.plan_version);
+            let path = managers.state().path().join(&name);
+            Some(JournalFile::create(
+                &path,
+                identity(manager, &model.structure),
+            )?)
+        }
+        None => None,
+    };
+    let written = managers.state().write(
+        &record::name(manager.id),
+        &ManagerRecord::new(manager, model),
+    );
+    if let Err(error) = written {
+        if let Some(journal) = journal {
+            journal.remove()?;
+        }
+        return Err(error.into());
+    }
+    Ok(journal)
+}
+
+/// Gives the model to its manager and the ring to the engine, unless the lease ended
+/// meanwhile.
+fn install(
+    managers: &Managers,
+    manager: &Arc<Manager>,
+    model: &Arc<Model>,
+    journal: Option<JournalFile>,
+) -> Result<(), ManagerError> {
+    // under the lock, so that an end either finds the model or is found here
+    let mut slot = manager.model_slot();
+    if manager.ended.is_cancelled() {
+        drop(slot);
+        if let Some(journal) = journal {
+            journal.remove()?;
+        }
+        managers.state().remove(&record::name(manager.id))?;
+        retire(manager, model);
+        return Err(ManagerError::LeaseLost);
+    }
+    *slot = Some(Arc::clone(model));
+    if let (Some(journal), Some(ring)) = (journal, &model.ring) {
+        let segment = model.attachment.set().segment();
+        manager.device.engine.attach(StreamSpec {
+            manager: manager.id,
+            weight: manager.link_weight,
+            control: Arc::clone(&model.control),
+            journal,
+            ring: Arc::clone(&ring.memory),
+            segment: Arc::clone(segment.mapping()),
+            parts: stream_parts(model),
+            order: model.plan.stream_order.clone(),
+            doorbell: Arc::clone(&manager.doorbell),
+            counters: Arc::clone(&manager.counters),
+            arrived: Arc::clone(&manager.arrived),
+            rpc_waits: Arc::clone(&manager.rpc_waits),
+            poison: managers.settings().poison_released,
+        });
+    }
+    Ok(())
+}
+
+fn stream_parts(model: &Model) -> Vec<StreamPart> {
+    let parts = model.structure.parts.iter().zip(&model.plan.places);
+    parts
+        .map(|(part, place)| match *place {
+            Place::Streamed { offset } => StreamPart {
+                segment_offset: part.segment_offset,
+                ring_offset: offset,
+                bytes: part.bytes,
+            },
+            Place::Nowhere | Place::Resident { .. } => StreamPart {
+                segment_offset: part.segment_offset,
+                ring_offset: 0,
+                bytes: 0,
+            },
+        })
+        .collect()
+}
+
+/// Takes a model apart whose manager is over: the engine lets go of the ring, memory
+/// waits for its last holder, files go. Blocks the thread until the last copy is done.
+pub(super) fn dismantle(managers: &Managers, manager: &Manager, model: &Arc<Model>) {
+    if model.ring.is_some()
+        && let Some(detached) = manager.device.engine.detach(manager.id)
+        && let Err(error) = detached.journal.remove()
+    {
+        tracing::warn!(manager = manager.name, %error, "journal left behind");
+    }
+    if let Err(error) = managers.state().remove(&record::name(manager.id)) {
+        tracing::warn!(manager = manager.name, %error, "record left behind");
+    }
+    retire(manager, model);
+}
+
+fn retire(manager: &Manager, model: &Model) {
+    let memory = &manager.device.memory;
+    let owner = || {
+        manager
+            .process
+            .as_ref()
+            .and_then(|process| process.try_clone().ok())
+    };
+    if let Some(ring) = &model.ring {
+        memory.retire_memory(Arc::clone(&ring.memory), owner());
+    }
+    memory.retire_control(Arc::clone(&model.control), owner());
+}
+
+/// At most one registration of a manager at a time.
+struct Busy<'a>(&'a Manager);
+
+impl<'a> Busy<'a> {
+    fn begin(manager: &'a Manager) -> Result<Self, ManagerError> {
+        if manager.registering.swap(true, SeqCst) {
+            return Err(ManagerError::Registering {
+                name: manager.name.clone(),
+            });
+        }
+        Ok(Self(manager))
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.registering.store(false, SeqCst);
+    }
+}

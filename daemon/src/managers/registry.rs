@@ -1,0 +1,460 @@
+//! All managers: names and tokens, opening, resuming, ending.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use flextensord_device::{
+    doorbell::Doorbell,
+    process::{self, Peer, Process},
+    readiness::Watched,
+};
+use flextensord_proto::{
+    name,
+    v1::{Draining, LeaseEvent, lease_ended::Reason, lease_event},
+};
+use tokio::{sync::mpsc, task::JoinHandle, time};
+use tokio_util::task::TaskTracker;
+
+use super::{
+    error::ManagerError,
+    manager::{Lease, Manager, Token},
+    registration,
+};
+use crate::{
+    state::StateDirectory,
+    transfer::{
+        counters::{Counters, now_ms},
+        managed::ManagedDevice,
+    },
+    weights::registry::WeightStore,
+};
+
+/// Most names "default-N" that are tried.
+const DEFAULT_NAMES: usize = 1 << 16;
+/// How often memory of ended leases is looked at.
+const RECLAIM: Duration = Duration::from_millis(50);
+
+/// What the operator configured.
+#[derive(Debug, Clone)]
+pub struct ManagerSettings {
+    /// Most managers at a time.
+    pub limit: usize,
+    /// How long a living owner may take to resume a lost stream.
+    pub resume_grace: Duration,
+    /// Overwrite released ring ranges (for tests).
+    pub poison_released: bool,
+}
+
+/// A request to open a manager.
+#[derive(Debug, Clone)]
+pub struct OpenRequest {
+    /// Id of the request.
+    pub request_id: String,
+    /// The name; empty for "default" and its successors.
+    pub name: String,
+    /// The caller's software.
+    pub client: String,
+    /// Token of a lease to take up.
+    pub resume_token: Option<Vec<u8>>,
+    /// Name of the device; empty for the first.
+    pub device: String,
+    /// Share of the link.
+    pub link_weight: u32,
+}
+
+/// A manager with a stream of its lease's events.
+#[derive(Debug)]
+pub struct OpenLease {
+    /// The manager.
+    pub manager: Arc<Manager>,
+    /// Its events; dropping it loses the stream.
+    pub events: LeaseStream,
+}
+
+/// Receives lease events; when dropped, the owner has the grace time to resume.
+#[derive(Debug)]
+pub struct LeaseStream {
+    /// The events.
+    pub events: mpsc::Receiver<LeaseEvent>,
+    manager: Arc<Manager>,
+    managers: Weak<Managers>,
+    number: u64,
+}
+
+impl Drop for LeaseStream {
+    fn drop(&mut self) {
+        if let Some(managers) = self.managers.upgrade() {
+            managers.stream_lost(&self.manager, self.number);
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Names {
+    by_name: HashMap<(u32, String), Arc<Manager>>,
+    by_token: HashMap<Token, Arc<Manager>>,
+}
+
+/// All managers of the daemon.
+#[derive(Debug)]
+pub struct Managers {
+    this: Weak<Managers>,
+    settings: ManagerSettings,
+    devices: Vec<Arc<ManagedDevice>>,
+    weights: Arc<WeightStore>,
+    state: StateDirectory,
+    names: Mutex<Names>,
+    /// Ids and epochs: the generation in the high half, so that they grow over restarts.
+    next: AtomicU64,
+    draining: AtomicBool,
+    tasks: TaskTracker,
+}
+
+impl Managers {
+    /// No managers yet.
+    #[must_use]
+    pub fn new(
+        settings: ManagerSettings,
+        generation: u64,
+        devices: Vec<Arc<ManagedDevice>>,
+        weights: Arc<WeightStore>,
+        state: StateDirectory,
+    ) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self {
+            this: Weak::clone(this),
+            settings,
+            devices,
+            weights,
+            state,
+            names: Mutex::default(),
+            next: AtomicU64::new(generation << 32 | 1),
+            draining: AtomicBool::new(false),
+            tasks: TaskTracker::new(),
+        })
+    }
+
+    /// What the operator configured.
+    #[must_use]
+    pub fn settings(&self) -> &ManagerSettings {
+        &self.settings
+    }
+
+    /// The devices.
+    #[must_use]
+    pub fn devices(&self) -> &[Arc<ManagedDevice>] {
+        &self.devices
+    }
+
+    /// The weight sets.
+    #[must_use]
+    pub fn weights(&self) -> &Arc<WeightStore> {
+        &self.weights
+    }
+
+    /// The state directory.
+    #[must_use]
+    pub fn state(&self) -> &StateDirectory {
+        &self.state
+    }
+
+    /// All managers, in order of user and name.
+    #[must_use]
+    pub fn list(&self) -> Vec<Arc<Manager>> {
+        let mut list: Vec<_> = self.names().by_name.values().cloned().collect();
+        list.sort_by(|a, b| (a.owner.uid, &a.name).cmp(&(b.owner.uid, &b.name)));
+        list
+    }
+
+    /// Opens a manager, or takes up a lease again.
+    ///
+    /// # Errors
+    /// When the name is taken or illegal, the token owns nothing, or the daemon drains.
+    pub fn open(&self, peer: Peer, request: &OpenRequest) -> Result<OpenLease, ManagerError> {
+        if let Some(token) = &request.resume_token {
+            return Ok(self.lease(self.find(peer, token)?));
+        }
+        if !request.name.is_empty() {
+            name::check(&request.name).map_err(|source| ManagerError::Name {
+                field: "name",
+                source,
+            })?;
+        }
+        let device = self.device(&request.device)?;
+        let mut names = self.names();
+        let repeated = names.by_name.values().find(|manager| {
+            manager.open_id == request.request_id
+                && (manager.owner.uid, manager.owner.pid) == (peer.uid, peer.pid)
+        });
+        if let Some(manager) = repeated {
+            return Ok(self.lease(Arc::clone(manager)));
+        }
+        if self.draining.load(SeqCst) {
+            return Err(ManagerError::Draining);
+        }
+        if names.by_name.len() >= self.settings.limit {
+            return Err(ManagerError::TooMany {
+                limit: self.settings.limit,
+            });
+        }
+        let name = free_name(&names, peer.uid, &request.name)?;
+        let manager = Arc::new(self.make(peer, request, name, device)?);
+        names
+            .by_name
+            .insert((peer.uid, manager.name.clone()), Arc::clone(&manager));
+        names.by_token.insert(manager.token, Arc::clone(&manager));
+        drop(names);
+        self.watch(&manager);
+        tracing::info!(
+            manager = manager.name,
+            uid = peer.uid,
+            pid = peer.pid,
+            lease_epoch = manager.lease_epoch,
+            request_id = request.request_id,
+            "manager opened"
+        );
+        Ok(self.lease(manager))
+    }
+
+    /// The manager that a token owns.
+    ///
+    /// # Errors
+    /// When it owns none, or none of this user.
+    pub fn find(&self, peer: Peer, token: &[u8]) -> Result<Arc<Manager>, ManagerError> {
+        let token: Token = token.try_into().map_err(|_| ManagerError::LeaseLost)?;
+        self.names()
+            .by_token
+            .get(&token)
+            .filter(|manager| manager.owner.uid == peer.uid)
+            .cloned()
+            .ok_or(ManagerError::LeaseLost)
+    }
+
+    /// The manager of that user and name.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn find_name(&self, uid: u32, name: &str) -> Result<Arc<Manager>, ManagerError> {
+        self.names()
+            .by_name
+            .get(&(uid, name.to_owned()))
+            .cloned()
+            .ok_or_else(|| ManagerError::UnknownManager {
+                name: name.to_owned(),
+            })
+    }
+
+    /// Ends a manager: its name is free at once, the rest goes in the background. Returns
+    /// what to wait for, or `None` when it was over already.
+    pub fn end(&self, manager: &Arc<Manager>, reason: Reason) -> Option<JoinHandle<()>> {
+        let mut names = self.names();
+        names.by_token.remove(&manager.token)?;
+        names
+            .by_name
+            .remove(&(manager.owner.uid, manager.name.clone()));
+        drop(names);
+        tracing::info!(
+            manager = manager.name,
+            uid = manager.owner.uid,
+            pid = manager.owner.pid,
+            lease_epoch = manager.lease_epoch,
+            reason = reason.as_str_name(),
+            "manager ended"
+        );
+        manager.ended.cancel();
+        manager.end_stream(reason);
+        let model = manager.model_slot().take();
+        let this = self.this.upgrade()?;
+        let manager = Arc::clone(manager);
+        Some(self.tasks.spawn_blocking(move || {
+            if let Some(model) = model {
+                registration::dismantle(&this, &manager, &model);
+            }
+        }))
+    }
+
+    /// Notes that the process behind a manager without a visible pid has closed its
+    /// descriptor channel: that is all there is to know of its end.
+    pub fn channel_closed(&self, id: u64) {
+        let found = self
+            .names()
+            .by_name
+            .values()
+            .find(|manager| manager.id == id)
+            .cloned();
+        if let Some(manager) = found.filter(|manager| manager.process.is_none()) {
+            self.end(&manager, Reason::Fenced);
+        }
+    }
+
+    /// Takes no new managers, and tells the others until when they may go on. Returns
+    /// how many there are.
+    pub fn begin_drain(&self, limit: Duration) -> usize {
+        self.draining.store(true, SeqCst);
+        let list = self.list();
+        let deadline_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        for manager in &list {
+            manager.tell(lease_event::Event::Draining(Draining { deadline_ms }));
+        }
+        list.len()
+    }
+
+    /// Waits until no manager is left, at most for `limit`; ends those that are.
+    pub async fn finish_drain(&self, limit: Duration) {
+        let deadline = time::Instant::now() + limit;
+        while !self.names().by_name.is_empty() && time::Instant::now() < deadline {
+            time::sleep(Duration::from_millis(10)).await;
+        }
+        for manager in self.list() {
+            self.end(&manager, Reason::Stopping);
+        }
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+
+    /// Frees memory of ended leases as its last holders go. Runs until cancelled.
+    pub async fn reclaim(&self) {
+        let mut ticks = time::interval(RECLAIM);
+        ticks.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            for device in &self.devices {
+                if device.memory.reclaiming() {
+                    let memory = Arc::clone(&device.memory);
+                    self.tasks.spawn_blocking(move || memory.sweep());
+                }
+            }
+        }
+    }
+
+    fn make(
+        &self,
+        peer: Peer,
+        request: &OpenRequest,
+        name: String,
+        device: Arc<ManagedDevice>,
+    ) -> Result<Manager, ManagerError> {
+        let mut token = [0; 32];
+        getrandom::fill(&mut token).map_err(|_| ManagerError::Random)?;
+        let number = self.next.fetch_add(1, SeqCst);
+        Ok(Manager {
+            id: number,
+            name,
+            owner: peer,
+            owner_started: process::start_time(peer.pid),
+            since_ms: now_ms(),
+            lease_epoch: number,
+            open_id: request.request_id.clone(),
+            client: request.client.clone(),
+            counters: Arc::new(Counters::under(Arc::clone(&device.counters))),
+            device,
+            link_weight: request.link_weight,
+            doorbell: Arc::new(Doorbell::new()?),
+            passes: AtomicU64::new(0),
+            waited_ns: AtomicU64::new(0),
+            holds: tokio::sync::Mutex::default(),
+            arrived: Arc::default(),
+            rpc_waits: Arc::default(),
+            ended: tokio_util::sync::CancellationToken::new(),
+            token,
+            process: Process::open(peer.pid),
+            registering: AtomicBool::new(false),
+            lease: Mutex::new(Lease::default()),
+            model: Mutex::new(None),
+        })
+    }
+
+    fn device(&self, name: &str) -> Result<Arc<ManagedDevice>, ManagerError> {
+        let found = self.devices.iter().find(|device| {
+            name.is_empty() || device.info().name == name || device.info().uuid == name
+        });
+        found.cloned().ok_or_else(|| ManagerError::UnknownDevice {
+            name: name.to_owned(),
+            known: self
+                .devices
+                .iter()
+                .map(|d| d.info().name.as_str())
+                .collect::<Vec<_>>()
+                .join(", "),
+        })
+    }
+
+    fn lease(&self, manager: Arc<Manager>) -> OpenLease {
+        let (number, events) = manager.new_stream();
+        let events = LeaseStream {
+            events,
+            manager: Arc::clone(&manager),
+            managers: Weak::clone(&self.this),
+            number,
+        };
+        OpenLease { manager, events }
+    }
+
+    /// Ends the manager as soon as its owner's process ends.
+    fn watch(&self, manager: &Arc<Manager>) {
+        let watched = manager
+            .process
+            .as_ref()
+            .and_then(|process| process.try_clone().ok());
+        let Some(pidfd) = watched.and_then(|p| Watched::new(p.into_descriptor()).ok()) else {
+            return;
+        };
+        let (this, manager) = (Weak::clone(&self.this), Arc::clone(manager));
+        tokio::spawn(async move {
+            tokio::select! {
+                () = manager.ended.cancelled() => return,
+                _ = pidfd.readable() => {}
+            }
+            if let Some(this) = this.upgrade() {
+                this.end(&manager, Reason::Fenced);
+            }
+        });
+    }
+
+    fn stream_lost(&self, manager: &Arc<Manager>, number: u64) {
+        if manager.ended.is_cancelled() || !manager.stream_lost(number) {
+            return;
+        }
+        let (this, manager) = (Weak::clone(&self.this), Arc::clone(manager));
+        let grace = self.settings.resume_grace;
+        tokio::spawn(async move {
+            tokio::select! {
+                () = manager.ended.cancelled() => return,
+                () = time::sleep(grace) => {}
+            }
+            if let Some(this) = this.upgrade().filter(|_| manager.is_lost(number)) {
+                this.end(&manager, Reason::Fenced);
+            }
+        });
+    }
+
+    fn names(&self) -> MutexGuard<'_, Names> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The name asked for if it is free, else the first free default name.
+fn free_name(names: &Names, uid: u32, asked: &str) -> Result<String, ManagerError> {
+    let holder = |name: &str| names.by_name.get(&(uid, name.to_owned()));
+    if !asked.is_empty() {
+        return match holder(asked) {
+            None => Ok(asked.to_owned()),
+            Some(manager) => Err(ManagerError::Taken {
+                name: asked.to_owned(),
+                pid: manager.owner.pid,
+                since_ms: manager.since_ms,
+            }),
+        };
+    }
+    std::iter::once("default".to_owned())
+        .chain((2..DEFAULT_NAMES).map(|number| format!("default-{number}")))
+        .find(|name| holder(name).is_none())
+        .ok_or(ManagerError::TooMany {
+            limit: DEFAULT_NAMES,
+        })
+}

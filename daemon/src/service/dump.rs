@@ -1,0 +1,193 @@
+//! Everything the daemon knows, as JSON documents.
+
+use flextensord_device::{handover::Cells as _, process::Peer};
+use flextensord_proto::{kind::Failure, v1::DumpRecord};
+use serde_json::{Value, json};
+
+use super::admin::{AdminService, device_status, manager_status};
+use crate::{
+    managers::{
+        error::ManagerError,
+        manager::Manager,
+        model::{Layer, Model},
+    },
+    plan::Place,
+};
+
+/// Entries of a document after which the next one begins: well under its limit of a
+/// mebibyte.
+const ENTRIES: usize = 500;
+
+/// The records that a user may see; of one manager if `only` names it.
+///
+/// # Errors
+/// When that manager is not there, or not the user's to see.
+pub fn records(service: &AdminService, peer: Peer, only: &str) -> Result<Vec<DumpRecord>, Failure> {
+    let mut managers = service.visible(peer);
+    let mut records = Vec::new();
+    if only.is_empty() {
+        everything_else(service, peer, &mut records);
+    } else {
+        managers.retain(|manager| manager.name == only);
+        if managers.is_empty() {
+            return Err(ManagerError::UnknownManager {
+                name: only.to_owned(),
+            }
+            .into());
+        }
+    }
+    for manager in managers {
+        of_manager(&manager, &mut records);
+    }
+    Ok(records)
+}
+
+fn record(kind: &str, name: &str, body: &Value) -> DumpRecord {
+    DumpRecord {
+        kind: kind.to_owned(),
+        name: name.to_owned(),
+        json: body.to_string(),
+    }
+}
+
+fn paged(kind: &str, name: &str, entries: Vec<Value>, records: &mut Vec<DumpRecord>) {
+    for page in entries.chunks(ENTRIES) {
+        records.push(record(kind, name, &Value::Array(page.to_vec())));
+    }
+}
+
+fn everything_else(service: &AdminService, peer: Peer, records: &mut Vec<DumpRecord>) {
+    let status = service.status_for(peer);
+    let host = status.host.unwrap_or_default();
+    records.push(record(
+        "daemon",
+        &status.instance,
+        &json!({
+            "version": status.version, "pid": status.pid, "phase": status.phase,
+            "daemon_generation": status.daemon_generation, "uptime_ms": status.uptime_ms,
+            "protocol": [status.protocol_lowest, status.protocol_highest],
+            "host": {
+                "budget_bytes": host.budget_bytes, "limited_by": host.budget_limited_by,
+                "segment_bytes": host.segment_bytes, "reserved_bytes": host.reserved_bytes,
+                "shm_dir": host.shm_dir, "shm_free_bytes": host.shm_free_bytes,
+            },
+        }),
+    ));
+    for device in service.managers.devices() {
+        let status = device_status(device, &service.managers);
+        let moved = status.transfer.unwrap_or_default();
+        records.push(record(
+            "device",
+            &status.name,
+            &json!({
+                "uuid": status.uuid, "kind": status.kind, "total_bytes": status.total_bytes,
+                "allocated_bytes": status.allocated_bytes, "resident_bytes": status.resident_bytes,
+                "ring_bytes": status.ring_bytes, "reclaiming_bytes": status.reclaiming_bytes,
+                "reserved_bytes": status.reserved_bytes, "link_limit": status.link_limit,
+                "queued_bytes": status.queued_bytes, "engine_asleep": status.engine_asleep,
+                "streamed_bytes": moved.streamed_bytes,
+                "failed_publications": device.memory.device().failed_publications(),
+            }),
+        ));
+    }
+    for set in service.visible_sets(peer) {
+        let message = super::weights::weight_set_message(&set);
+        records.push(record(
+            "weight_set",
+            &message.name,
+            &json!({
+                "id": message.id, "digest": message.digest, "content_id": message.content_id,
+                "tensors": message.tensors, "storages": message.storages,
+                "logical_bytes": message.logical_bytes, "segment_bytes": message.segment_bytes,
+                "pinned_bytes": message.pinned_bytes, "attached_by": message.attached_by,
+                "shared": message.shared, "owner_uid": message.owner_uid,
+                "unlinked": message.unlinked,
+            }),
+        ));
+        let tensors = set.manifest().tensors().iter().map(|tensor| {
+            json!({
+                "name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape,
+                "stride": tensor.stride, "bytes": tensor.bytes, "storage": tensor.storage,
+                "storage_offset": tensor.storage_offset,
+            })
+        });
+        paged("tensors", &message.name, tensors.collect(), records);
+    }
+}
+
+fn of_manager(manager: &Manager, records: &mut Vec<DumpRecord>) {
+    let status = manager_status(manager);
+    let moved = status.transfer.unwrap_or_default();
+    records.push(record(
+        "manager",
+        &manager.name,
+        &json!({
+            "owner_uid": status.owner_uid, "owner_pid": status.owner_pid,
+            "since_ms": status.since_ms, "phase": status.phase, "lease": status.lease,
+            "lease_epoch": status.lease_epoch, "client": status.client, "device": status.device,
+            "weight_set": status.weight_set, "plan_version": status.plan_version,
+            "resident_bytes": status.resident_bytes, "ring_bytes": status.ring_bytes,
+            "planned_stream_bytes": status.planned_stream_bytes,
+            "granted_bytes": status.granted_bytes, "rpc_holds": status.rpc_holds,
+            "parts_in_use": status.parts_in_use, "waits_for_part": status.waits_for_part,
+            "waits_for_tensor": status.waits_for_tensor, "waits_since_ms": status.waits_since_ms,
+            "passes": status.passes, "waited_ns": status.waited_ns,
+            "transfer": {
+                "streamed_bytes": moved.streamed_bytes,
+                "resident_fill_bytes": moved.resident_fill_bytes,
+                "parts_filled": moved.parts_filled, "parts_revoked": moved.parts_revoked,
+                "parts_out_of_order": moved.parts_out_of_order,
+                "protocol_violations": moved.protocol_violations,
+            },
+        }),
+    ));
+    let Ok(model) = manager.model() else { return };
+    let layers = model
+        .structure
+        .layers
+        .iter()
+        .map(|layer| layer_entry(&model, layer));
+    paged("layers", &manager.name, layers.collect(), records);
+    let parts = model
+        .structure
+        .parts
+        .iter()
+        .zip(&model.plan.places)
+        .enumerate();
+    let parts = parts.map(|(index, (part, place))| {
+        let number = u32::try_from(index).unwrap_or(u32::MAX);
+        let word = model.control.load(number);
+        let (placed, block, offset) = match place {
+            Place::Nowhere => ("nowhere", None, None),
+            Place::Resident { block, offset } => ("resident", Some(*block), Some(*offset)),
+            Place::Streamed { offset } => ("streamed", None, Some(*offset)),
+        };
+        json!({
+            "part": index, "bytes": part.bytes, "storage": part.storage, "place": placed,
+            "block": block, "offset": offset, "sequence": word.sequence(),
+            "state": word.state_bits(), "tensor": model.tensor_name(number),
+        })
+    });
+    paged("parts", &manager.name, parts.collect(), records);
+}
+
+fn layer_entry(model: &Model, layer: &Layer) -> Value {
+    let bytes = |streamed: bool| -> u64 {
+        let counted = layer
+            .parts
+            .iter()
+            .filter(|part| model.streams(**part) == streamed);
+        counted
+            .map(|part| model.structure.parts[*part as usize].bytes)
+            .sum()
+    };
+    let tensors: usize = layer
+        .parts
+        .iter()
+        .map(|part| model.structure.parts[*part as usize].tensors.len())
+        .sum();
+    json!({
+        "layer": layer.name, "parts": layer.parts.len(), "tensors": tensors,
+        "resident_bytes": bytes(false), "streamed_bytes": bytes(true),
+    })
+}

@@ -1,0 +1,174 @@
+//! Failures of managers, and of the rooms that they stand on.
+
+use flextensord_device::{control::ControlError, device::DeviceError};
+use flextensord_proto::kind::{Failure, Kind, Origin};
+
+use super::kernel_failure;
+use crate::{
+    managers::error::ManagerError,
+    plan::PlanError,
+    transfer::{memory::MemoryError, residents::ResidentError},
+};
+
+impl From<ManagerError> for Failure {
+    fn from(error: ManagerError) -> Self {
+        use ManagerError as E;
+        let text = error.to_string();
+        let client = |kind| Failure::new(kind, Origin::Client, text.clone());
+        match error {
+            E::Name { field, source } => client(Kind::InvalidArgument)
+                .with("field", field)
+                .with("rule", source),
+            E::Field { field, value, rule } => client(Kind::InvalidArgument)
+                .with("field", field)
+                .with("value", value)
+                .with("rule", rule),
+            E::Taken {
+                name,
+                pid,
+                since_ms,
+            } => client(Kind::ManagerTaken)
+                .with("name", name)
+                .with("holder_pid", pid)
+                .with("holder_since_ms", since_ms)
+                .with(
+                    "remedy",
+                    "choose another name, or end its process or `flextensorctl terminate` it",
+                ),
+            E::UnknownManager { name } => client(Kind::NotFound).with("manager", name),
+            E::UnknownLayer { manager, layer } => client(Kind::NotFound)
+                .with("manager", manager)
+                .with("layer", layer),
+            E::UnknownTensor {
+                layer,
+                weight_set,
+                tensor,
+            } => client(Kind::NotFound)
+                .with("layer", layer)
+                .with("weight_set", weight_set)
+                .with("tensor", tensor),
+            E::UnknownDevice { name, known } => client(Kind::NotFound)
+                .with("device", name)
+                .with("known", known),
+            E::LeaseLost => client(Kind::LeaseLost).with("remedy", "open the manager anew"),
+            E::UnknownHold { hold } => client(Kind::UnknownHold).with("hold", hold),
+            E::HoldConflict { layer, part, held } => client(Kind::HoldConflict)
+                .with("layer", layer)
+                .with("part", part)
+                .with("held", held)
+                .with("remedy", "release the layer that is held first"),
+            E::HeldByFastPath { layer, part } => client(Kind::FailedPrecondition)
+                .with("layer", layer)
+                .with("part", part),
+            E::Registered { name } | E::NotRegistered { name } => {
+                client(Kind::FailedPrecondition).with("manager", name)
+            }
+            E::Registering { name } => {
+                let mut failure = client(Kind::FailedPrecondition).with("manager", name);
+                failure.retryable = true;
+                failure
+            }
+            E::Deadline {
+                layer,
+                part,
+                waited_ms,
+            } => client(Kind::DeadlineExceeded)
+                .with("layer", layer)
+                .with("part", part)
+                .with("waited_ms", waited_ms),
+            E::TooMany { limit } => Failure::new(Kind::TooMany, Origin::Daemon, text)
+                .with("limit", limit)
+                .with("remedy", "raise max_managers or close managers"),
+            E::Draining => Failure::new(Kind::Draining, Origin::Daemon, text)
+                .with("remedy", "try again when the daemon's successor serves"),
+            E::NotAllowed { uid, what } => client(Kind::PermissionDenied)
+                .with("uid", uid)
+                .with("what", what),
+            E::Plan(error) => error.into(),
+            E::Weights(error) => error.into(),
+            E::Memory(error) => error.into(),
+            E::Residents(ResidentError::Memory(error)) => error.into(),
+            E::Residents(ResidentError::Deadline { bytes, .. }) => {
+                Failure::new(Kind::DeadlineExceeded, Origin::Daemon, text).with("bytes", bytes)
+            }
+            E::Device(error) => device(error),
+            E::Control(ControlError::Kernel(error)) | E::Kernel(error) => kernel_failure(&error),
+            E::Control(_) | E::Worker | E::Random | E::State(_) => {
+                Failure::new(Kind::Internal, Origin::Daemon, text)
+            }
+        }
+    }
+}
+
+impl From<PlanError> for Failure {
+    fn from(error: PlanError) -> Self {
+        let text = error.to_string();
+        match error {
+            PlanError::Infeasible { budget, least } => {
+                Failure::new(Kind::BudgetInfeasible, Origin::Client, text)
+                    .with("available", budget)
+                    .with("wanted", least)
+                    .with("limit", budget)
+                    .with(
+                        "remedy",
+                        "give the manager at least the least feasible budget, or smaller layers",
+                    )
+            }
+            PlanError::UnknownPart { .. } | PlanError::Overflow { .. } => {
+                Failure::new(Kind::InvalidArgument, Origin::Client, text)
+            }
+        }
+    }
+}
+
+impl From<MemoryError> for Failure {
+    fn from(error: MemoryError) -> Self {
+        let text = error.to_string();
+        match error {
+            MemoryError::Exhausted {
+                device,
+                wanted,
+                available,
+                total,
+                reclaiming,
+            } => Failure::new(Kind::DeviceMemory, Origin::Daemon, text)
+                .with("device", device)
+                .with("wanted", wanted)
+                .with("available", available)
+                .with("limit", total)
+                .with("reclaiming", reclaiming)
+                .with(
+                    "remedy",
+                    "close managers on the device, or ask for a smaller budget",
+                ),
+            MemoryError::Device(error) => device(error),
+            MemoryError::Random => Failure::new(Kind::Internal, Origin::Kernel, text),
+        }
+    }
+}
+
+/// A device that failed.
+#[must_use]
+pub fn device(error: DeviceError) -> Failure {
+    let text = error.to_string();
+    match error {
+        DeviceError::Exhausted {
+            device,
+            wanted,
+            free,
+            total,
+        } => Failure::new(Kind::DeviceMemory, Origin::Driver, text)
+            .with("device", device)
+            .with("wanted", wanted)
+            .with("available", free)
+            .with("limit", total)
+            .with(
+                "remedy",
+                "close managers on the device, or ask for a smaller budget",
+            ),
+        DeviceError::Kernel(error) => kernel_failure(&error),
+        DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
+            Failure::new(Kind::Device, Origin::Driver, text)
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! A plan as pages of at most about a mebibyte.
+
+use flextensord_device::process::Peer;
+use flextensord_proto::{
+    kind::Failure,
+    v1::{self, PlanLayer, PlanMemory, PlanPage, PlanPart},
+};
+use prost::Message as _;
+
+use super::{failure, weights::tensor_message};
+use crate::{
+    channel::ticket::{Gift, Tickets},
+    managers::{manager::Manager, model::Model},
+    plan::Place,
+    transfer::memory::Allocation,
+};
+
+/// Bytes after which a page is full.
+const PAGE_BYTES: usize = 768 << 10;
+
+/// All pages of a manager's plan: memory first, then parts, then layers.
+///
+/// # Errors
+/// When descriptors for the tickets cannot be made.
+pub fn pages(
+    manager: &Manager,
+    model: &Model,
+    tickets: Option<(&Tickets, Peer)>,
+) -> Result<Vec<PlanPage>, Failure> {
+    let memory = memory(manager, model, tickets)?;
+    let mut pages = vec![PlanPage {
+        memory: Some(memory),
+        ..PlanPage::default()
+    }];
+    let mut page = PlanPage::default();
+    let mut bytes = 0;
+    let parts = u32::try_from(model.structure.parts.len()).unwrap_or(u32::MAX);
+    for part in (0..parts).map(|part| part_message(model, part)) {
+        turn(&mut pages, &mut page, &mut bytes, part.encoded_len());
+        page.parts.push(part);
+    }
+    for layer in &model.structure.layers {
+        let layer = PlanLayer {
+            name: layer.name.clone(),
+            parts: layer.parts.clone(),
+        };
+        turn(&mut pages, &mut page, &mut bytes, layer.encoded_len());
+        page.layers.push(layer);
+    }
+    pages.push(page);
+    Ok(pages)
+}
+
+/// One part of a plan.
+#[must_use]
+pub fn part(model: &Model, part: u32) -> PlanPart {
+    part_message(model, part)
+}
+
+fn turn(pages: &mut Vec<PlanPage>, page: &mut PlanPage, bytes: &mut usize, more: usize) {
+    if *bytes + more > PAGE_BYTES && *bytes > 0 {
+        pages.push(std::mem::take(page));
+        *bytes = 0;
+    }
+    *bytes += more + 8;
+}
+
+fn memory(
+    manager: &Manager,
+    model: &Model,
+    tickets: Option<(&Tickets, Peer)>,
+) -> Result<PlanMemory, Failure> {
+    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let ticket = |gift: Gift| match tickets {
+        Some((tickets, peer)) => tickets.give(peer, gift).map_err(Failure::from),
+        None => Ok(Vec::new()),
+    };
+    let allocation = |allocation: &Allocation, ring| {
+        let bytes = allocation.memory.bytes();
+        let ticket = match tickets {
+            Some(_) => {
+                let descriptor = allocation.memory.export().map_err(failure::device)?;
+                ticket(Gift {
+                    descriptor,
+                    bytes,
+                    manager: Some(manager.id),
+                })?
+            }
+            None => Vec::new(),
+        };
+        Ok::<_, Failure>(v1::Allocation {
+            id: allocation.label.allocation,
+            bytes,
+            ticket,
+            ring,
+        })
+    };
+    let mut allocations = Vec::with_capacity(model.blocks.len() + 1);
+    for block in &model.blocks {
+        allocations.push(allocation(block.allocation(), false)?);
+    }
+    if let Some(ring) = &model.ring {
+        allocations.push(allocation(ring, true)?);
+    }
+    let parts = model.control.identity().parts;
+    let control_bytes = flextensord_proto::layout::control_bytes(parts) as u64;
+    let control_ticket = match tickets {
+        Some(_) => {
+            let descriptor = model
+                .control
+                .export()
+                .map_err(|e| failure::kernel_failure(&e))?;
+            ticket(Gift {
+                descriptor,
+                bytes: control_bytes,
+                manager: Some(manager.id),
+            })?
+        }
+        None => Vec::new(),
+    };
+    Ok(PlanMemory {
+        plan_version: model.plan_version,
+        parts,
+        layers: number(model.structure.layers.len()),
+        allocations,
+        control_ticket,
+        control_bytes,
+        stream_order: model.plan.stream_order.clone(),
+    })
+}
+
+fn part_message(model: &Model, part: u32) -> PlanPart {
+    let index = part as usize;
+    let Some(entry) = model.structure.parts.get(index) else {
+        return PlanPart::default();
+    };
+    let ring = u32::try_from(model.blocks.len()).unwrap_or(u32::MAX);
+    let (streamed, allocation, offset) = match model.plan.places.get(index) {
+        Some(Place::Resident { block, offset }) => (false, *block, *offset),
+        Some(Place::Streamed { offset }) => (true, ring, *offset),
+        Some(Place::Nowhere) | None => (false, flextensord_proto::limit::NO_ALLOCATION, 0),
+    };
+    let tensors = model.attachment.set().manifest().tensors();
+    PlanPart {
+        part,
+        streamed,
+        allocation,
+        offset,
+        stored_bytes: entry.bytes,
+        logical_bytes: entry.bytes,
+        tensors: entry
+            .tensors
+            .iter()
+            .filter_map(|at| tensors.get(*at))
+            .map(tensor_message)
+            .collect(),
+    }
+}

@@ -1,0 +1,308 @@
+//! The engine: one thread a device that fills the rings of its managers by turns. It
+//! never waits for a client.
+
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering::SeqCst},
+        mpsc,
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use flextensord_device::{
+    device::{Device, DeviceError, Memory, Ticket},
+    doorbell::{Doorbell, wait_any},
+    journal::JournalFile,
+    kernel::KernelError,
+    notice::NoticePage,
+};
+
+use super::stream::{Stream, StreamSpec};
+
+/// Most bytes queued on a device: a copy out of order waits for no more than that.
+const QUEUED_BYTES: u64 = 128 << 20;
+/// Shortest and longest sleep where clients cannot ring.
+const POLL: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(2));
+/// Sleep where clients ring: only a guard against a lost ring.
+const RUNG: Duration = Duration::from_millis(250);
+
+/// What an ended stream leaves: nothing will be copied into its ring any more.
+#[derive(Debug)]
+pub struct Detached {
+    /// The ring.
+    pub ring: Arc<dyn Memory>,
+    /// The journal.
+    pub journal: JournalFile,
+}
+
+enum Command {
+    Attach(Box<StreamSpec>),
+    Detach {
+        manager: u64,
+        reply: mpsc::Sender<Option<Detached>>,
+    },
+    End,
+}
+
+/// An engine; dropping it ends its thread.
+#[derive(Debug)]
+pub struct Engine {
+    commands: Mutex<mpsc::Sender<Command>>,
+    bell: Arc<Doorbell>,
+    asleep: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Engine {
+    /// Starts the engine of `device`, whose sleep word on the notice page is number
+    /// `index`.
+    ///
+    /// # Errors
+    /// When the thread or its doorbell cannot be made.
+    pub fn start(
+        index: usize,
+        device: Arc<dyn Device>,
+        notice: Arc<NoticePage>,
+    ) -> Result<Self, KernelError> {
+        let (commands, inbox) = mpsc::channel();
+        let bell = Arc::new(Doorbell::new()?);
+        let asleep = Arc::new(AtomicBool::new(false));
+        let work = Work {
+            index,
+            notice,
+            inbox,
+            bell: Arc::clone(&bell),
+            asleep: Arc::clone(&asleep),
+            streams: Vec::new(),
+            leaving: Vec::new(),
+            clock: 0,
+            device,
+        };
+        let name = format!("engine-{}", work.device.info().name);
+        let thread = thread::Builder::new()
+            .name(name)
+            .spawn(move || work.run())
+            .map_err(|e| KernelError::new("start an engine thread", e))?;
+        Ok(Self {
+            commands: Mutex::new(commands),
+            bell,
+            asleep,
+            thread: Some(thread),
+        })
+    }
+
+    /// Begins to fill a manager's ring.
+    pub fn attach(&self, spec: StreamSpec) {
+        self.send(Command::Attach(Box::new(spec)));
+    }
+
+    /// Ends the filling of a manager's ring and waits until its last copy is done.
+    /// `None` when the manager has no ring here or the engine has ended.
+    pub fn detach(&self, manager: u64) -> Option<Detached> {
+        let (reply, answer) = mpsc::channel();
+        self.send(Command::Detach { manager, reply });
+        // the engine answers once the device has completed what is queued, or drops the
+        // sender when it ends
+        answer.recv().ok().flatten()
+    }
+
+    /// Whether the engine sleeps.
+    #[must_use]
+    pub fn is_asleep(&self) -> bool {
+        self.asleep.load(SeqCst)
+    }
+
+    fn send(&self, command: Command) {
+        let commands: MutexGuard<'_, _> =
+            self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        // a closed inbox means that the engine has ended; a reply sender goes with it
+        let _: Result<(), _> = commands.send(command);
+        drop(commands);
+        self.bell.ring();
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.send(Command::End);
+        if let Some(thread) = self.thread.take() {
+            let _: thread::Result<()> = thread.join();
+        }
+    }
+}
+
+/// A stream with its turn.
+struct Turn {
+    stream: Stream,
+    /// Bytes served so far, divided by the weight.
+    served: u64,
+    /// Whether it had something to do when it was last asked.
+    active: bool,
+}
+
+struct Leaving {
+    stream: Stream,
+    until: Ticket,
+    reply: mpsc::Sender<Option<Detached>>,
+}
+
+struct Work {
+    index: usize,
+    device: Arc<dyn Device>,
+    notice: Arc<NoticePage>,
+    inbox: mpsc::Receiver<Command>,
+    bell: Arc<Doorbell>,
+    asleep: Arc<AtomicBool>,
+    streams: Vec<Turn>,
+    leaving: Vec<Leaving>,
+    /// What the last served stream had been served: a stream that comes back from
+    /// idleness begins there, so that it has no arrears to claim.
+    clock: u64,
+}
+
+impl Work {
+    fn run(mut self) {
+        let mut pause = POLL.0;
+        loop {
+            if !self.obey() {
+                return;
+            }
+            if self.work() {
+                pause = POLL.0;
+                continue;
+            }
+            self.say_asleep(true);
+            // once more: a client that changed a word before it could see us asleep did
+            // not ring
+            if self.work() {
+                self.say_asleep(false);
+                pause = POLL.0;
+                continue;
+            }
+            let limit = if self.device.info().clients_can_ring {
+                RUNG
+            } else {
+                pause
+            };
+            let mut bells = vec![self.bell.as_ref(), self.device.completion_bell().as_ref()];
+            bells.extend(
+                self.streams
+                    .iter()
+                    .map(|turn| turn.stream.spec.doorbell.as_ref()),
+            );
+            wait_any(&bells, limit);
+            self.say_asleep(false);
+            for bell in bells {
+                bell.clear();
+            }
+            pause = (pause * 2).min(POLL.1);
+        }
+    }
+
+    fn say_asleep(&self, asleep: bool) {
+        self.asleep.store(asleep, SeqCst);
+        self.notice.set_asleep(self.index, asleep);
+    }
+
+    /// Carries commands out; `false` when the engine is to end.
+    fn obey(&mut self) -> bool {
+        loop {
+            match self.inbox.try_recv() {
+                Ok(Command::Attach(spec)) => {
+                    let stream = Stream::new(*spec);
+                    self.streams.push(Turn {
+                        stream,
+                        served: self.clock,
+                        active: false,
+                    });
+                }
+                Ok(Command::Detach { manager, reply }) => {
+                    let found = self
+                        .streams
+                        .iter()
+                        .position(|t| t.stream.spec.manager == manager);
+                    match found {
+                        Some(at) => {
+                            let stream = self.streams.swap_remove(at).stream;
+                            let until = stream.last();
+                            self.leaving.push(Leaving {
+                                stream,
+                                until,
+                                reply,
+                            });
+                        }
+                        // the asker may be gone
+                        None => drop(reply.send(None)),
+                    }
+                }
+                Ok(Command::End) | Err(mpsc::TryRecvError::Disconnected) => return false,
+                Err(mpsc::TryRecvError::Empty) => return true,
+            }
+        }
+    }
+
+    /// Does all there is to do now. `false` when there was nothing.
+    fn work(&mut self) -> bool {
+        let mut worked = self.let_go();
+        for turn in &self.streams {
+            turn.stream.tell_rpc();
+        }
+        while self.device.queued_bytes() < QUEUED_BYTES {
+            match self.serve_one() {
+                true => worked = true,
+                false => break,
+            }
+        }
+        worked
+    }
+
+    /// Serves the stream that was served least, of those that have something to do.
+    fn serve_one(&mut self) -> bool {
+        let mut order: Vec<usize> = (0..self.streams.len()).collect();
+        order.sort_by_key(|at| self.streams[*at].served);
+        for at in order {
+            let turn = &mut self.streams[at];
+            if !turn.active {
+                turn.served = turn.served.max(self.clock);
+            }
+            match turn.stream.step() {
+                Ok(Some(bytes)) => {
+                    turn.active = true;
+                    self.clock = turn.served;
+                    turn.served += bytes.max(4096) / u64::from(turn.stream.spec.weight.max(1));
+                    return true;
+                }
+                Ok(None) => turn.active = false,
+                Err(error) => {
+                    turn.active = false;
+                    report(turn.stream.spec.manager, &error);
+                }
+            }
+        }
+        false
+    }
+
+    fn let_go(&mut self) -> bool {
+        let completed = self.device.completed();
+        let (done, waiting) = self
+            .leaving
+            .drain(..)
+            .partition(|leaving: &Leaving| leaving.until <= completed);
+        self.leaving = waiting;
+        let done: Vec<Leaving> = done;
+        let some = !done.is_empty();
+        for Leaving { stream, reply, .. } in done {
+            let ring = Arc::clone(&stream.spec.ring);
+            let journal = stream.into_journal();
+            // the asker may be gone; then ring and journal are dropped here
+            drop(reply.send(Some(Detached { ring, journal })));
+        }
+        some
+    }
+}
+
+fn report(manager: u64, error: &DeviceError) {
+    tracing::error!(manager, %error, "copy refused");
+}

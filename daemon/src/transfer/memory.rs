@@ -1,0 +1,321 @@
+//! One device's memory: reserved before it is allocated, retired when its lease ends,
+//! and given back only when its last holder is gone.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering::SeqCst},
+};
+
+use flextensord_device::{
+    control::ControlPage,
+    device::{Device, DeviceError, Label, Memory},
+    process::Process,
+};
+
+/// Why device memory is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// Too little is free.
+    #[error(
+        "device {device} has {available} of {total} bytes free, {wanted} are wanted; \
+         {reclaiming} bytes of ended leases are still mapped by their processes"
+    )]
+    Exhausted {
+        /// The device.
+        device: String,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes free and not reserved.
+        available: u64,
+        /// Bytes in all.
+        total: u64,
+        /// Bytes that return when the last process that maps them is gone.
+        reclaiming: u64,
+    },
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The system has no random numbers.
+    #[error("no random numbers for the label of an allocation")]
+    Random,
+}
+
+/// Memory or a control page whose lease has ended.
+#[derive(Debug)]
+enum Remains {
+    Memory(Arc<dyn Memory>),
+    Control(Arc<ControlPage>),
+}
+
+impl Remains {
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Memory(memory) => memory.bytes(),
+            Self::Control(_) => 0,
+        }
+    }
+
+    fn held_elsewhere(&self) -> Option<bool> {
+        match self {
+            Self::Memory(memory) => memory.held_elsewhere(),
+            Self::Control(control) => control.held_elsewhere(),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Retired {
+    remains: Remains,
+    owner: Option<Process>,
+}
+
+impl Retired {
+    /// Whether no process can still read it. Where the kernel cannot tell, the owner's
+    /// end must do; an owner that cannot be watched was gone when this was retired.
+    fn is_free(&self) -> bool {
+        match self.remains.held_elsewhere() {
+            Some(held) => !held,
+            None => self.owner.as_ref().is_none_or(Process::has_exited),
+        }
+    }
+}
+
+/// The memory of one device.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    instance: String,
+    device: Arc<dyn Device>,
+    reserved: Mutex<u64>,
+    retired: Mutex<Vec<Retired>>,
+    next_allocation: AtomicU64,
+}
+
+impl DeviceMemory {
+    /// The memory of `device`; `instance` goes into the labels, `generation` keeps the
+    /// ids of allocations apart over restarts.
+    #[must_use]
+    pub fn new(instance: &str, generation: u64, device: Arc<dyn Device>) -> Arc<Self> {
+        Arc::new(Self {
+            instance: instance.to_owned(),
+            device,
+            reserved: Mutex::new(0),
+            retired: Mutex::default(),
+            next_allocation: AtomicU64::new(generation << 32 | 1),
+        })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Bytes that are neither allocated nor reserved.
+    #[must_use]
+    pub fn available(&self) -> u64 {
+        self.device.free_bytes().saturating_sub(*self.reserved())
+    }
+
+    /// Bytes reserved and not yet allocated.
+    #[must_use]
+    pub fn reserved_bytes(&self) -> u64 {
+        *self.reserved()
+    }
+
+    /// Bytes of ended leases that some process still maps.
+    #[must_use]
+    pub fn reclaiming_bytes(&self) -> u64 {
+        self.retired()
+            .iter()
+            .map(|retired| retired.remains.bytes())
+            .sum()
+    }
+
+    /// Reserves `bytes`: nobody else is granted them until the reservation is dropped.
+    ///
+    /// # Errors
+    /// [`MemoryError::Exhausted`] with all figures.
+    pub fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Reservation, MemoryError> {
+        self.sweep();
+        let mut reserved = self.reserved();
+        let available = self.device.free_bytes().saturating_sub(*reserved);
+        if bytes > available {
+            drop(reserved);
+            return Err(MemoryError::Exhausted {
+                device: self.device.info().name.clone(),
+                wanted: bytes,
+                available,
+                total: self.device.info().total_bytes,
+                reclaiming: self.reclaiming_bytes(),
+            });
+        }
+        *reserved += bytes;
+        Ok(Reservation {
+            memory: Arc::clone(self),
+            bytes,
+        })
+    }
+
+    /// Takes memory of an ended lease: it is freed once no process can read it.
+    pub fn retire_memory(&self, memory: Arc<dyn Memory>, owner: Option<Process>) {
+        self.retire(Retired {
+            remains: Remains::Memory(memory),
+            owner,
+        });
+    }
+
+    /// Takes the control page of an ended lease, as [`DeviceMemory::retire_memory`].
+    pub fn retire_control(&self, control: Arc<ControlPage>, owner: Option<Process>) {
+        self.retire(Retired {
+            remains: Remains::Control(control),
+            owner,
+        });
+    }
+
+    /// Whether memory or pages of ended leases wait for their last holder.
+    #[must_use]
+    pub fn reclaiming(&self) -> bool {
+        !self.retired().is_empty()
+    }
+
+    /// Frees what no process holds any more.
+    pub fn sweep(&self) {
+        let mut retired = self.retired();
+        let (free, held) = retired.drain(..).partition(Retired::is_free);
+        *retired = held;
+        drop(retired);
+        // freed outside the lock: it may take long
+        let free: Vec<Retired> = free;
+        drop(free);
+    }
+
+    fn retire(&self, retired: Retired) {
+        if !retired.is_free() {
+            self.retired().push(retired);
+        }
+    }
+
+    fn reserved(&self) -> MutexGuard<'_, u64> {
+        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn retired(&self) -> MutexGuard<'_, Vec<Retired>> {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An allocation with the label that a successor will look for.
+#[derive(Debug, Clone)]
+pub struct Allocation {
+    /// The memory.
+    pub memory: Arc<dyn Memory>,
+    /// What stands at its begin.
+    pub label: Label,
+}
+
+/// Bytes of a device that are granted and not yet allocated.
+#[derive(Debug)]
+pub struct Reservation {
+    memory: Arc<DeviceMemory>,
+    bytes: u64,
+}
+
+impl Reservation {
+    /// Allocates out of the reservation.
+    ///
+    /// # Errors
+    /// When the device refuses, or the reservation is too small.
+    pub fn allocate(&mut self, bytes: u64) -> Result<Allocation, MemoryError> {
+        let mut random = [0; 16];
+        getrandom::fill(&mut random).map_err(|_| MemoryError::Random)?;
+        let label = Label {
+            instance: self.memory.instance.clone(),
+            allocation: self.memory.next_allocation.fetch_add(1, SeqCst),
+            random,
+        };
+        // held over both steps, so that no other reservation counts the bytes twice or
+        // not at all
+        let mut reserved = self.memory.reserved();
+        let left = self
+            .bytes
+            .checked_sub(bytes)
+            .ok_or_else(|| MemoryError::Exhausted {
+                device: self.memory.device.info().name.clone(),
+                wanted: bytes,
+                available: self.bytes,
+                total: self.memory.device.info().total_bytes,
+                reclaiming: 0,
+            })?;
+        let memory = self.memory.device.allocate(bytes, &label)?;
+        *reserved = reserved.saturating_sub(bytes);
+        drop(reserved);
+        self.bytes = left;
+        Ok(Allocation { memory, label })
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let mut reserved = self.memory.reserved();
+        *reserved = reserved.saturating_sub(self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flextensord_device::cpu::CpuDevice;
+
+    use super::*;
+
+    fn memory(bytes: u64) -> Arc<DeviceMemory> {
+        DeviceMemory::new(
+            "t",
+            1,
+            Arc::new(CpuDevice::new("t", 0, bytes, None).unwrap()),
+        )
+    }
+
+    #[test]
+    fn reservations_never_exceed_the_device() {
+        let memory = memory(100_000);
+        let mut one = memory.reserve(60_000).unwrap();
+        let error = memory.reserve(50_000).unwrap_err();
+        assert!(matches!(
+            error,
+            MemoryError::Exhausted {
+                wanted: 50_000,
+                available: 40_000,
+                ..
+            }
+        ));
+        let allocation = one.allocate(20_000).unwrap();
+        assert_eq!(
+            (memory.available(), memory.reserved_bytes()),
+            (40_000, 40_000)
+        );
+        assert!(one.allocate(50_000).is_err());
+        drop(one);
+        assert_eq!(memory.available(), 80_000);
+        drop(allocation);
+        assert_eq!(memory.available(), 100_000);
+    }
+
+    #[test]
+    fn memory_of_an_ended_lease_is_not_granted_while_a_process_holds_it() {
+        let memory = memory(100_000);
+        let allocation = memory.reserve(60_000).unwrap().allocate(60_000).unwrap();
+        let held = allocation.memory.export().unwrap();
+        memory.retire_memory(allocation.memory, None);
+        assert_eq!(memory.reclaiming_bytes(), 60_000);
+        let error = memory.reserve(50_000).unwrap_err();
+        assert!(matches!(
+            error,
+            MemoryError::Exhausted {
+                reclaiming: 60_000,
+                ..
+            }
+        ));
+        drop(held);
+        assert!(memory.reserve(100_000).is_ok());
+    }
+}

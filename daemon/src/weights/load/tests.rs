@@ -1,0 +1,218 @@
+use std::sync::Barrier;
+
+use super::{
+    super::{
+        checkpoint::fixture::{bytes, single, source},
+        loader::Cancel,
+        registry::fixture::*,
+    },
+    *,
+};
+
+type Tensors<'a> = &'a [(&'a str, &'a [u8])];
+
+const ONE: Tensors = &[("l.2", b"123"), ("l.10", b"45")];
+
+fn differing(error: WeightError) -> String {
+    match error {
+        WeightError::ContentDiffers { tensor, .. } => tensor,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_live_name_attaches_only_with_the_same_content() {
+    let scratch = Scratch::new(None);
+    let first = scratch.load(&named("m"), ONE).unwrap();
+    assert!(!first.attached);
+    let again = scratch.load(&named("m"), ONE).unwrap();
+    assert!(again.attached);
+    assert_eq!(again.set.id(), first.set.id());
+    let cases: [(Tensors, &str); 4] = [
+        (&[("l.2", b"123"), ("l.10", b"4x")], "l.10"),
+        (&[("l.2", b"1x3"), ("l.10", b"4x")], "l.2"),
+        (&[("l.2", b"123")], "l.10"),
+        (&[("l.2", b"123"), ("l.10", b"456")], "l.10"),
+    ];
+    for (tensors, differs) in cases {
+        let error = scratch.load(&named("m"), tensors).unwrap_err();
+        assert_eq!(differing(error), differs);
+    }
+    assert_eq!(scratch.files(), (1, 1));
+}
+
+#[test]
+fn sharding_does_not_change_the_digest() {
+    let scratch = Scratch::new(None);
+    let whole = scratch.load(&named("one"), ONE).unwrap().set;
+    let index = br#"{"weight_map":{"l.2":"m-2","l.10":"m-1"}}"#;
+    let files = vec![
+        source("m-1", &bytes(&ONE[1..])),
+        source("m-2", &bytes(&ONE[..1])),
+        source("m.safetensors.index.json", index),
+    ];
+    let cancel = Cancel::default();
+    let shards = scratch.store.load(&named("two"), files, &cancel).unwrap();
+    assert_eq!(whole.digest(), shards.set.digest());
+    assert_eq!(whole.manifest(), shards.set.manifest());
+}
+
+#[test]
+fn equal_weights_without_a_name_are_one_set() {
+    let scratch = Scratch::new(None);
+    let first = scratch.load(&named(""), ONE).unwrap();
+    assert_eq!(Some(first.set.name().to_owned()), first.set.digest());
+    assert!(scratch.load(&named(""), ONE).unwrap().attached);
+    let other = scratch.load(&named(""), &[("l.2", b"124"), ("l.10", b"45")]);
+    assert!(!other.unwrap().attached);
+    // another user shares only what is shared
+    let stranger = SetRequest {
+        uid: 2,
+        ..named("")
+    };
+    assert!(!scratch.load(&stranger, ONE).unwrap().attached);
+    assert_eq!(scratch.files(), (3, 3));
+}
+
+#[test]
+fn a_content_id_vouches_and_different_ids_never_share() {
+    let scratch = Scratch::new(None);
+    let with = |id: &str| SetRequest {
+        content_id: Some(id.to_owned()),
+        ..named("m")
+    };
+    let first = scratch.load(&with("v1"), ONE).unwrap();
+    assert_eq!(first.set.digest(), None);
+    assert!(scratch.load(&with("v1"), ONE).unwrap().attached);
+    for request in [with("v2"), named("m")] {
+        assert_eq!(differing(scratch.load(&request, ONE).unwrap_err()), "");
+    }
+    // the id does not vouch for what is declared
+    let error = scratch.load(&with("v1"), &ONE[..1]).unwrap_err();
+    assert_eq!(differing(error), "l.10");
+    for (name, id) in [
+        (None, "v1"),
+        (Some("n"), "a\n"),
+        (Some("n"), &"x".repeat(257)),
+    ] {
+        let request = SetRequest {
+            name: name.map(str::to_owned),
+            ..with(id)
+        };
+        let error = scratch.load(&request, ONE).unwrap_err();
+        assert!(matches!(error, WeightError::Argument { .. }), "{error}");
+    }
+}
+
+#[test]
+fn what_another_user_vouches_for_is_never_taken() {
+    let scratch = Scratch::new(None);
+    let theirs = SetRequest {
+        uid: 2,
+        content_id: Some("v1".to_owned()),
+        share: true,
+        ..named("m")
+    };
+    scratch
+        .load(&theirs, &[("l.2", b"bad"), ("l.10", b"45")])
+        .unwrap();
+    let ours = SetRequest { uid: 1, ..theirs };
+    let outcome = scratch.load(&ours, ONE).unwrap();
+    assert!(!outcome.attached);
+    assert_eq!(outcome.set.owner_uid(), 1);
+}
+
+#[test]
+fn a_shared_set_with_the_same_content_serves_other_users_too() {
+    let scratch = Scratch::new(None);
+    let theirs = SetRequest {
+        uid: 2,
+        share: true,
+        ..named("m")
+    };
+    scratch.load(&theirs, ONE).unwrap();
+    assert!(scratch.load(&named("m"), ONE).unwrap().attached);
+    assert!(scratch.load(&named(""), ONE).unwrap().attached);
+    assert_eq!(scratch.files(), (1, 1));
+}
+
+#[test]
+fn many_loads_of_one_name_at_once_make_one_copy() {
+    let scratch = Scratch::new(None);
+    for name in ["m", ""] {
+        let barrier = Barrier::new(8);
+        let attached = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8)
+                .map(|_| {
+                    scope.spawn(|| {
+                        barrier.wait();
+                        scratch.load(&named(name), ONE).unwrap().attached
+                    })
+                })
+                .collect();
+            let joined = threads.into_iter().map(|t| t.join().unwrap());
+            joined.filter(|attached| *attached).count()
+        });
+        // the unnamed ones find the named set, which has the same content
+        assert_eq!(attached, if name.is_empty() { 8 } else { 7 }, "{name}");
+    }
+    assert_eq!(scratch.files(), (1, 1));
+}
+
+#[test]
+fn a_failed_or_cancelled_load_leaves_nothing_and_frees_the_name() {
+    let scratch = Scratch::new(Some(1 << 20));
+    let cancel = Cancel::default();
+    cancel.set();
+    let error = scratch
+        .store
+        .load(&named("m"), single(ONE), &cancel)
+        .unwrap_err();
+    assert!(matches!(error, WeightError::Aborted { .. }));
+    let error = scratch
+        .load(&named("m"), &[("w", &[0; 2 << 20])])
+        .unwrap_err();
+    assert!(matches!(error, WeightError::HostMemory { .. }));
+    assert_eq!(scratch.files(), (0, 0));
+    let figures = scratch.store.host();
+    assert_eq!((figures.segment_bytes, figures.reserved_bytes), (0, 0));
+    assert!(!scratch.load(&named("m"), ONE).unwrap().attached);
+}
+
+#[test]
+fn a_state_directory_that_refuses_leaves_no_set() {
+    let scratch = Scratch::new(None);
+    std::fs::remove_dir(scratch.state.path()).unwrap();
+    let error = scratch.load(&named("m"), ONE).unwrap_err();
+    assert!(matches!(error, WeightError::State(_)), "{error}");
+    assert!(scratch.store.all().is_empty());
+    assert_eq!(std::fs::read_dir(scratch.shm.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn sets_without_bytes_or_without_tensors_are_legal() {
+    let scratch = Scratch::new(None);
+    let empty = scratch
+        .load(&named("m"), &[("a", b""), ("b", b"")])
+        .unwrap()
+        .set;
+    assert_eq!(empty.segment().bytes(), 4096);
+    scratch.load(&named("n"), &[]).unwrap();
+    assert!(scratch.load(&named("n"), &[]).unwrap().attached);
+}
+
+#[test]
+fn a_segment_takes_little_more_than_its_tensors() {
+    const BYTES: usize = (2 << 20) + (1 << 18) + 1;
+    let scratch = Scratch::new(None);
+    let content = vec![1; BYTES];
+    let names: Vec<String> = (0..40).map(|i| format!("t.{i}")).collect();
+    let tensors: Vec<_> = names
+        .iter()
+        .map(|n| (n.as_str(), content.as_slice()))
+        .collect();
+    let set = scratch.load(&named("m"), &tensors).unwrap().set;
+    let found = std::fs::metadata(set.segment().path()).unwrap();
+    let taken = std::os::unix::fs::MetadataExt::blocks(&found) * 512;
+    assert!(taken <= (40 * (BYTES + 256) + 4096) as u64, "{taken}");
+}

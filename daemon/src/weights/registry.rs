@@ -1,0 +1,395 @@
+//! The store of live weight sets: names, attachments, eviction.
+//!
+//! Names are per user. A name is looked for among the caller's own sets first, then
+//! among those that other users share, lowest user id first; another user's unshared
+//! set is as good as absent.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use flextensord_device::segment;
+
+pub use super::set::{Attachment, Identity, WeightSet};
+use super::{
+    budget::{Budget, HostMemory},
+    claim::{BuildProgress, Key},
+    error::WeightError,
+    leftovers, record,
+    set::Attacher,
+};
+use crate::state::StateDirectory;
+
+/// What the store is told at start.
+#[derive(Debug, Clone)]
+pub struct WeightSettings {
+    /// Name of this instance, part of the segments' names.
+    pub instance: String,
+    /// Directory for segments, on tmpfs.
+    pub shm_dir: PathBuf,
+    /// Most bytes for all sets; `None` leaves it to the host's own limits.
+    pub host_limit: Option<u64>,
+    /// Threads that read one checkpoint; 0 counts as 1.
+    pub load_threads: usize,
+}
+
+/// What weight sets take on this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostFigures {
+    /// Most bytes that all sets may take now.
+    pub budget_bytes: u64,
+    /// What sets that limit.
+    pub budget_limited_by: String,
+    /// Bytes of live segments and of those that are being filled.
+    pub segment_bytes: u64,
+    /// Bytes reserved for segments that are not there yet.
+    pub reserved_bytes: u64,
+    /// Directory for segments.
+    pub shm_dir: PathBuf,
+    /// Bytes free there; 0 when that cannot be told.
+    pub shm_free_bytes: u64,
+}
+
+/// All live weight sets.
+#[derive(Debug)]
+pub struct WeightStore {
+    settings: WeightSettings,
+    state: StateDirectory,
+    pub(super) budget: Arc<Budget>,
+    clock: Arc<AtomicU64>,
+    sets: Mutex<Sets>,
+    /// Told when a build ends.
+    pub(super) changed: Condvar,
+    /// Loads and puts under way, by user.
+    pub(super) calls: Mutex<BTreeMap<u32, usize>>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Sets {
+    pub(super) live: BTreeMap<Key, Arc<WeightSet>>,
+    pub(super) building: HashMap<Key, Arc<BuildProgress>>,
+}
+
+impl WeightStore {
+    /// An empty store on this host.
+    ///
+    /// # Errors
+    /// When the directory for segments cannot be looked at, or the instance's name is
+    /// not legal.
+    pub fn new(settings: WeightSettings, state: StateDirectory) -> Result<Arc<Self>, WeightError> {
+        Self::on_host(settings, state, HostMemory::real())
+    }
+
+    /// As [`WeightStore::new`], with figures of the host from elsewhere.
+    ///
+    /// # Errors
+    /// As [`WeightStore::new`].
+    pub fn on_host(
+        settings: WeightSettings,
+        state: StateDirectory,
+        host: HostMemory,
+    ) -> Result<Arc<Self>, WeightError> {
+        flextensord_proto::name::check(&settings.instance)
+            .map_err(|e| WeightError::name("instance", &settings.instance, &e))?;
+        segment::free_bytes(&settings.shm_dir)?;
+        Ok(Arc::new(Self {
+            budget: Budget::new(settings.host_limit, host),
+            settings,
+            state,
+            clock: Arc::new(AtomicU64::new(1)),
+            sets: Mutex::default(),
+            changed: Condvar::new(),
+            calls: Mutex::default(),
+        }))
+    }
+
+    /// Removes what a dead daemon of this instance left; see [`leftovers::discard`].
+    ///
+    /// # Errors
+    /// When a directory cannot be read or a file not be removed.
+    pub fn discard_leftovers(
+        shm_dir: &std::path::Path,
+        instance: &str,
+        state: &StateDirectory,
+    ) -> Result<usize, WeightError> {
+        leftovers::discard(shm_dir, instance, state)
+    }
+
+    /// Attaches a manager of `uid` to the set `name`, which stays until the attachment
+    /// is dropped.
+    ///
+    /// # Errors
+    /// [`WeightError::NotFound`] when there is none that the user may see,
+    /// [`WeightError::Argument`] when the name is not legal.
+    pub fn attach(&self, uid: u32, name: &str, manager: &str) -> Result<Attachment, WeightError> {
+        let sets = self.sets();
+        let set = find(&sets, uid, name)?;
+        let manager = manager.to_owned();
+        let attacher = Attacher { uid, manager };
+        self.touch(set);
+        Ok(Attachment::new(
+            Arc::clone(set),
+            attacher,
+            Arc::clone(&self.clock),
+        ))
+    }
+
+    /// The set `name` as `uid` sees it.
+    ///
+    /// # Errors
+    /// [`WeightError::NotFound`].
+    pub fn get(&self, uid: u32, name: &str) -> Result<Arc<WeightSet>, WeightError> {
+        find(&self.sets(), uid, name).cloned()
+    }
+
+    /// All sets that `uid` may see, in order of name, then of owner.
+    #[must_use]
+    pub fn visible_to(&self, uid: u32) -> Vec<Arc<WeightSet>> {
+        let mut sets = self.all();
+        sets.retain(|set| set.is_visible_to(uid));
+        sets
+    }
+
+    /// All sets, in order of name, then of owner.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<WeightSet>> {
+        let mut sets: Vec<_> = self.sets().live.values().cloned().collect();
+        sets.sort_by(|a, b| (a.name(), a.owner_uid()).cmp(&(b.name(), b.owner_uid())));
+        sets
+    }
+
+    /// Removes the set `name` of `uid`, or, for an admin without such a set of its own,
+    /// another user's. Returns the bytes of its segment.
+    ///
+    /// # Errors
+    /// [`WeightError::NotFound`], [`WeightError::NotOwner`], [`WeightError::InUse`], or
+    /// [`WeightError::State`]; the set stays then.
+    pub fn remove(&self, uid: u32, is_admin: bool, name: &str) -> Result<u64, WeightError> {
+        let mut sets = self.sets();
+        let any = || sets.live.values().find(|set| set.name() == name);
+        let set = match find(&sets, uid, name) {
+            Ok(set) => set,
+            Err(e @ WeightError::NotFound { .. }) if is_admin => any().ok_or(e)?,
+            Err(e) => return Err(e),
+        };
+        let name = name.to_owned();
+        if set.owner_uid() != uid && !is_admin {
+            return Err(WeightError::NotOwner { name });
+        }
+        let managers = set.attachments();
+        if managers > 0 {
+            return Err(WeightError::InUse { name, managers });
+        }
+        let set = Arc::clone(set);
+        self.take_out(&mut sets, &set)?;
+        tracing::info!(set = set.id(), name, uid, "weight set dropped");
+        Ok(set.segment().bytes())
+    }
+
+    /// Removes sets that nobody is attached to, least recently used first, until
+    /// `bytes` bytes of segments are gone; none when there are not that many.
+    /// Returns the bytes of the segments removed.
+    pub fn evict(&self, bytes: u64) -> u64 {
+        let mut sets = self.sets();
+        let mut idle: Vec<_> = sets
+            .live
+            .values()
+            // whoever else holds it keeps its memory
+            .filter(|set| set.attachments() == 0 && Arc::strong_count(set) == 1)
+            .cloned()
+            .collect();
+        idle.sort_by_key(|set| set.last_use());
+        let possible: u64 = idle.iter().map(|set| set.segment().bytes()).sum();
+        let mut freed = 0;
+        if possible < bytes {
+            return freed;
+        }
+        for set in idle {
+            if freed >= bytes {
+                break;
+            }
+            match self.take_out(&mut sets, &set) {
+                Ok(()) => {
+                    tracing::info!(set = set.id(), name = set.name(), "weight set evicted");
+                    freed += set.segment().bytes();
+                }
+                Err(e) => tracing::warn!(set = set.id(), "weight set not evicted: {e}"),
+            }
+        }
+        freed
+    }
+
+    /// Removes all sets: the daemon stops. Their memory goes with its last holder.
+    pub fn close(&self) {
+        let mut sets = self.sets();
+        let all: Vec<_> = sets.live.values().cloned().collect();
+        for set in all {
+            if let Err(error) = self.take_out(&mut sets, &set) {
+                tracing::warn!(set = set.id(), %error, "weight set left behind");
+            }
+        }
+    }
+
+    /// What weight sets take on this host.
+    #[must_use]
+    pub fn host(&self) -> HostFigures {
+        let figures = self.budget.figures();
+        HostFigures {
+            budget_bytes: figures.limit,
+            budget_limited_by: figures.limited_by,
+            segment_bytes: figures.allocated,
+            reserved_bytes: figures.pending,
+            shm_dir: self.settings.shm_dir.clone(),
+            shm_free_bytes: segment::free_bytes(&self.settings.shm_dir).unwrap_or(0),
+        }
+    }
+
+    pub(crate) fn settings(&self) -> &WeightSettings {
+        &self.settings
+    }
+
+    pub(crate) fn state(&self) -> &StateDirectory {
+        &self.state
+    }
+
+    /// Whether `set` is still live; it counts as used now. `share` opens it to others if
+    /// `uid` owns it.
+    pub(crate) fn confirm(
+        &self,
+        set: &Arc<WeightSet>,
+        uid: u32,
+        share: bool,
+    ) -> Result<bool, WeightError> {
+        let sets = self.sets();
+        let is_live = sets
+            .live
+            .get(&(set.owner_uid(), set.name().to_owned()))
+            .is_some_and(|live| Arc::ptr_eq(live, set));
+        if is_live && share && set.owner_uid() == uid && !set.is_shared() {
+            let mut record = record::SetRecord::of(set);
+            record.shared = true;
+            self.state.write(&record::file_name(set.id()), &record)?;
+            set.share();
+        }
+        self.touch(set);
+        Ok(is_live)
+    }
+
+    /// Makes a set live, unless one of its name has come in between, which is returned.
+    pub(crate) fn insert(&self, set: Arc<WeightSet>) -> Result<(), Arc<WeightSet>> {
+        let mut sets = self.sets();
+        let key = (set.owner_uid(), set.name().to_owned());
+        if let Some(other) = sets.live.get(&key) {
+            return Err(Arc::clone(other));
+        }
+        self.touch(&set);
+        sets.live.insert(key, set);
+        Ok(())
+    }
+
+    fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
+        self.state.remove(&record::file_name(set.id()))?;
+        sets.live.remove(&(set.owner_uid(), set.name().to_owned()));
+        Ok(())
+    }
+
+    fn touch(&self, set: &WeightSet) {
+        set.touch(self.clock.fetch_add(1, Ordering::Relaxed));
+    }
+
+    pub(super) fn sets(&self) -> MutexGuard<'_, Sets> {
+        self.sets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn find<'a>(sets: &'a Sets, uid: u32, name: &str) -> Result<&'a Arc<WeightSet>, WeightError> {
+    flextensord_proto::name::check(name).map_err(|e| WeightError::name("name", name, &e))?;
+    let own = sets.live.get(&(uid, name.to_owned()));
+    let shared = || {
+        let mut all = sets.live.values();
+        all.find(|set| set.name() == name && set.is_visible_to(uid))
+    };
+    own.or_else(shared).ok_or_else(|| WeightError::NotFound {
+        name: name
+            .chars()
+            .take(flextensord_proto::limit::NAME_BYTES)
+            .collect(),
+    })
+}
+
+#[cfg(test)]
+pub(crate) mod fixture {
+    //! A store in scratch directories.
+
+    use std::{fs, path::Path, sync::Arc};
+
+    use super::{
+        super::{
+            budget::HostMemory, checkpoint::fixture::single, error::WeightError, load::Outcome,
+            load::SetRequest, loader::Cancel,
+        },
+        WeightSettings, WeightStore,
+    };
+    use crate::state::StateDirectory;
+
+    /// A store with its directories, which must end up empty.
+    pub(crate) struct Scratch {
+        pub(crate) store: Arc<WeightStore>,
+        pub(crate) shm: tempfile::TempDir,
+        pub(crate) state: tempfile::TempDir,
+    }
+
+    impl Scratch {
+        pub(crate) fn new(host_limit: Option<u64>) -> Self {
+            let shm = tempfile::tempdir().unwrap();
+            let state = tempfile::tempdir().unwrap();
+            let settings = WeightSettings {
+                instance: "test".to_owned(),
+                shm_dir: shm.path().to_owned(),
+                host_limit,
+                load_threads: 2,
+            };
+            let host = HostMemory {
+                root: state.path().join("none"),
+                available: Box::new(|| Some(1 << 40)),
+            };
+            let directory = StateDirectory::open(state.path()).unwrap();
+            let store = WeightStore::on_host(settings, directory, host).unwrap();
+            Self { store, shm, state }
+        }
+
+        /// Number of segments and of state files.
+        pub(crate) fn files(&self) -> (usize, usize) {
+            let count = |path: &Path| fs::read_dir(path).unwrap().count();
+            (count(self.shm.path()), count(self.state.path()))
+        }
+
+        /// Loads `U8` tensors.
+        pub(crate) fn load(
+            &self,
+            request: &SetRequest,
+            tensors: &[(&str, &[u8])],
+        ) -> Result<Outcome, WeightError> {
+            self.store
+                .load(request, single(tensors), &Cancel::default())
+        }
+    }
+
+    /// A request of user 1 for a set with that name; none when it is empty.
+    pub(crate) fn named(name: &str) -> SetRequest {
+        SetRequest {
+            uid: 1,
+            name: Some(name.to_owned()).filter(|name| !name.is_empty()),
+            content_id: None,
+            share: false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

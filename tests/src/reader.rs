@@ -1,0 +1,135 @@
+//! Client processes that run passes over a model and compare every byte of every tensor
+//! that they hold with the checkpoint.
+
+use std::{
+    io::{BufRead as _, BufReader},
+    os::unix::process::CommandExt as _,
+    path::Path,
+    process::{Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use serde_json::Value;
+
+use crate::{
+    SceneError,
+    daemon::Daemon,
+    process::{Guarded, binary},
+};
+
+/// How long a reader may be silent before it counts as stuck.
+pub const SILENCE: Duration = Duration::from_secs(120);
+
+/// What a reader is told: the flags of the binary `reader`.
+#[derive(Debug, Clone)]
+pub struct ReaderPlan<'a> {
+    /// The checkpoint to compare with.
+    pub checkpoint: &'a Path,
+    /// The weight set.
+    pub weight_set: &'a str,
+    /// More flags, such as `--passes 20`.
+    pub flags: Vec<String>,
+    /// Another user to run as.
+    pub uid: Option<u32>,
+}
+
+impl<'a> ReaderPlan<'a> {
+    /// A reader of `weight_set`.
+    #[must_use]
+    pub fn new(weight_set: &'a str, checkpoint: &'a Path) -> Self {
+        Self { checkpoint, weight_set, flags: Vec::new(), uid: None }
+    }
+
+    /// Adds a flag with its value.
+    #[must_use]
+    pub fn with(mut self, flag: &str, value: impl ToString) -> Self {
+        self.flags.extend([flag.to_owned(), value.to_string()]);
+        self
+    }
+}
+
+/// A running reader.
+#[derive(Debug)]
+pub struct Reader {
+    process: Guarded,
+    events: mpsc::Receiver<Value>,
+}
+
+impl Reader {
+    /// Starts a reader on `daemon`.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start(daemon: &Daemon, plan: &ReaderPlan<'_>) -> Result<Self, SceneError> {
+        let mut command = Command::new(binary("reader")?);
+        command
+            .arg("--socket")
+            .arg(daemon.socket())
+            .arg("--checkpoint")
+            .arg(plan.checkpoint)
+            .args(["--weight-set", plan.weight_set])
+            .args(&plan.flags)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        if let Some(uid) = plan.uid {
+            command.uid(uid);
+        }
+        let mut child = command.spawn().map_err(|e| SceneError::io("start a reader", e))?;
+        let (sender, events) = mpsc::channel();
+        if let Some(output) = child.stdout.take() {
+            thread::spawn(move || {
+                for line in BufReader::new(output).lines().map_while(Result::ok) {
+                    if let Ok(event) = serde_json::from_str(&line)
+                        && sender.send(event).is_err()
+                    {
+                        return;
+                    }
+                }
+            });
+        }
+        Ok(Self { process: Guarded(child), events })
+    }
+
+    /// Waits for the event of that name.
+    ///
+    /// # Errors
+    /// When another one comes, the reader ends, or nothing comes for long.
+    pub fn expect(&self, name: &str) -> Result<Value, SceneError> {
+        let event = self.events.recv_timeout(SILENCE).map_err(|_| {
+            SceneError::Unexpected(format!("reader {}: no event {name:?}", self.pid()))
+        })?;
+        if event["event"] == name {
+            return Ok(event);
+        }
+        Err(SceneError::Unexpected(format!("reader: {event} instead of {name:?}")))
+    }
+
+    /// Waits until it has run all its passes, every byte right, and has ended.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn finish(mut self) -> Result<Value, SceneError> {
+        let done = self.expect("done")?;
+        let status = self.process.wait(SILENCE)?;
+        if status.success() {
+            return Ok(done);
+        }
+        Err(SceneError::Unexpected(format!("reader ended with {status}")))
+    }
+
+    /// Its process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Ends it with SIGKILL.
+    ///
+    /// # Errors
+    /// When it cannot be killed.
+    pub fn kill(mut self) -> Result<(), SceneError> {
+        self.process.kill()
+    }
+}
