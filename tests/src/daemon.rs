@@ -28,34 +28,62 @@ pub const SOON: Duration = Duration::from_secs(20);
 pub struct Daemon {
     process: Guarded,
     directory: TempDir,
+    shm: PathBuf,
+    instance: String,
 }
 
 impl Daemon {
     /// Starts the binary of this build on a CPU device, with more flags, and waits until
-    /// it serves.
+    /// it serves. Its segments lie in a directory of its own.
     ///
     /// # Errors
     /// When it does not come to serve.
     pub fn start(flags: &[&str]) -> Result<Self, SceneError> {
-        let directory = tempfile::tempdir().map_err(|e| SceneError::io("make a directory", e))?;
-        // other users of the tests must come through to the sockets
-        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755))
-            .and_then(|()| fs::create_dir(directory.path().join("shm")))
-            .map_err(|e| SceneError::io("prepare a directory", e))?;
-        Self::start_in(directory, &binary("flextensord")?, flags)
+        let directory = directory()?;
+        let shm = directory.path().join("shm");
+        fs::create_dir(&shm).map_err(|e| SceneError::io("make a directory", e))?;
+        Self::start_in(directory, shm, &binary("flextensord")?, flags)
     }
 
-    /// Starts `binary` in a directory that has a folder `shm`.
+    /// Starts `binary` with its segments in `shm`.
     ///
     /// # Errors
     /// When it does not come to serve.
-    pub fn start_in(directory: TempDir, binary: &Path, flags: &[&str]) -> Result<Self, SceneError> {
+    pub fn start_with(binary: &Path, shm: &Path, flags: &[&str]) -> Result<Self, SceneError> {
+        Self::start_in(directory()?, shm.to_owned(), binary, flags)
+    }
+
+    /// Starts `binary` in the directory of an earlier daemon.
+    ///
+    /// # Errors
+    /// When it does not come to serve.
+    pub fn start_in(
+        directory: TempDir,
+        shm: PathBuf,
+        binary: &Path,
+        flags: &[&str],
+    ) -> Result<Self, SceneError> {
+        // an instance name of its own: segments of several runs may share /dev/shm
+        let instance = directory
+            .path()
+            .file_name()
+            .map_or_else(String::new, |name| {
+                name.to_string_lossy().trim_start_matches('.').to_owned()
+            });
         let child = Command::new(binary)
             .arg("serve")
-            .args(["--device", "cpu", "--drain-grace", "200ms", "--runtime-dir"])
+            .args([
+                "--device",
+                "cpu",
+                "--drain-grace",
+                "200ms",
+                "--instance",
+                &instance,
+            ])
+            .arg("--runtime-dir")
             .arg(directory.path().join("run"))
             .arg("--shm-dir")
-            .arg(directory.path().join("shm"))
+            .arg(&shm)
             .args(flags)
             .stdin(Stdio::null())
             .spawn()
@@ -63,6 +91,8 @@ impl Daemon {
         let daemon = Self {
             process: Guarded(child),
             directory,
+            shm,
+            instance,
         };
         eventually("the daemon serves", SOON, || daemon.client().ok())?;
         Ok(daemon)
@@ -71,7 +101,7 @@ impl Daemon {
     /// Where its gRPC socket is.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
-        self.runtime_dir().join("default").join("flextensord.sock")
+        self.instance_dir().join("flextensord.sock")
     }
 
     /// Its runtime directory.
@@ -80,10 +110,16 @@ impl Daemon {
         self.directory.path().join("run")
     }
 
+    /// The directory of its sockets and state.
+    #[must_use]
+    pub fn instance_dir(&self) -> PathBuf {
+        self.runtime_dir().join(&self.instance)
+    }
+
     /// The directory of its segments.
     #[must_use]
-    pub fn shm(&self) -> PathBuf {
-        self.directory.path().join("shm")
+    pub fn shm(&self) -> &Path {
+        &self.shm
     }
 
     /// A directory for files of the test.
@@ -95,20 +131,15 @@ impl Daemon {
     /// Names of its segments.
     #[must_use]
     pub fn segments(&self) -> Vec<String> {
-        let entries = fs::read_dir(self.shm()).into_iter().flatten().flatten();
-        entries
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect()
+        let own = format!("flextensord-{}-", self.instance);
+        let all = names(&self.shm).into_iter();
+        all.filter(|name| name.starts_with(&own)).collect()
     }
 
     /// Names of the files in its state directory.
     #[must_use]
     pub fn state(&self) -> Vec<String> {
-        let path = self.runtime_dir().join("default").join("state");
-        let entries = fs::read_dir(path).into_iter().flatten().flatten();
-        entries
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect()
+        names(&self.instance_dir().join("state"))
     }
 
     /// Its process id.
@@ -138,12 +169,16 @@ impl Daemon {
     /// # Errors
     /// When it was not built.
     pub fn ctl(&self, arguments: &[&str]) -> Result<Command, SceneError> {
-        let mut command = Command::new(binary("flextensorctl")?);
+        Ok(self.ctl_of(&binary("flextensorctl")?, arguments))
+    }
+
+    /// A `flextensorctl`, told where this daemon is.
+    #[must_use]
+    pub fn ctl_of(&self, ctl: &Path, arguments: &[&str]) -> Command {
+        let mut command = Command::new(ctl);
+        command.arg("--runtime-dir").arg(self.runtime_dir());
+        command.args(["--instance", &self.instance]).args(arguments);
         command
-            .arg("--runtime-dir")
-            .arg(self.runtime_dir())
-            .args(arguments);
-        Ok(command)
     }
 
     /// Open descriptors of its process.
@@ -182,10 +217,30 @@ impl Daemon {
     ///
     /// # Errors
     /// When it cannot be killed.
-    pub fn kill(mut self) -> Result<TempDir, SceneError> {
+    pub fn kill(mut self) -> Result<(TempDir, PathBuf), SceneError> {
         self.process.kill()?;
-        Ok(self.directory)
+        Ok((self.directory, self.shm))
     }
+}
+
+/// A directory that other users of the tests can come through.
+fn directory() -> Result<TempDir, SceneError> {
+    let failed = |e| SceneError::io("make a directory", e);
+    let directory = tempfile::Builder::new()
+        .prefix("ft")
+        .tempdir()
+        .map_err(failed)?;
+    let mode = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(directory.path(), mode).map_err(failed)?;
+    Ok(directory)
+}
+
+/// Names in a directory.
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect()
 }
 
 /// Options to connect to a socket.

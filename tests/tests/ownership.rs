@@ -220,7 +220,7 @@ fn another_user_sees_neither_managers_nor_unshared_weights() {
 /// An operator would add the user to the socket's group.
 fn open_to_all(daemon: &Daemon) {
     use std::{fs, os::unix::fs::PermissionsExt as _};
-    let instance = daemon.runtime_dir().join("default");
+    let instance = daemon.instance_dir();
     let modes = [
         (daemon.runtime_dir(), 0o755),
         (instance.clone(), 0o755),
