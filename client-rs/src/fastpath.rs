@@ -86,9 +86,16 @@ impl Plane {
         }
         let mut table = self.table();
         let Some(rpc) = ended.rpc else {
-            table.release(&layer.streamed, |part| self.give_back(part));
+            let mut given = false;
+            table.release(&layer.streamed, |part| {
+                self.give_back(part);
+                given = true;
+            });
             drop(table);
-            self.lease.wake_engine();
+            // nothing has changed for the engine while others hold the parts
+            if given {
+                self.lease.wake_engine();
+            }
             return None;
         };
         let mut keep_parts = Vec::new();

@@ -49,8 +49,6 @@ mod plane;
 mod registration;
 mod request_id;
 mod rpc_holds;
-#[cfg(test)]
-mod stand_in;
 mod thread;
 pub mod upload;
 pub mod weights;
@@ -65,3 +63,6 @@ pub use manager::{ACQUIRE_LIMIT, Manager, OpenOptions};
 pub use plan::{LayerId, Plan};
 pub use registration::{Budget, LayerSpec};
 pub use weights::{LoadOptions, LoadStep, LoadedSet};
+
+#[cfg(test)]
+mod tests;

@@ -230,7 +230,7 @@ impl Manager {
         Ok(held)
     }
 
-    /// Time that all acquires so far waited for bytes.
+    /// Time that all acquires so far waited for bytes; for those over RPC, all of the call.
     #[must_use]
     pub fn waited(&self) -> Duration {
         let waited = self

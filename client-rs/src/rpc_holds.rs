@@ -6,7 +6,7 @@
 
 use std::{
     sync::{Arc, atomic::Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use flextensord_proto::v1::{AcquireRequest, ReleaseRequest, offload_client::OffloadClient};
@@ -24,6 +24,8 @@ use crate::{
 
 /// How much longer than the daemon's own limit a call may take.
 const MARGIN: Duration = Duration::from_secs(5);
+/// Longest wait that the daemon takes on.
+const LONGEST: Duration = Duration::from_secs(600);
 
 /// What a hold over RPC has beside its layer.
 #[derive(Debug)]
@@ -100,7 +102,9 @@ impl Plane {
             reservation,
             reply,
         });
+        let begin = Instant::now();
         let acquired = answer.await;
+        self.note_wait(begin.elapsed());
         if self.owner.is_current() {
             self.settle_parked();
         }
@@ -119,6 +123,7 @@ impl Plane {
                 layer: layer.name.clone(),
             });
         }
+        let limit = limit.min(LONGEST);
         let milliseconds = u32::try_from(limit.as_millis().max(1)).unwrap_or(u32::MAX);
         let mut message = AcquireRequest {
             request_id: request_id::fresh()?,
@@ -192,7 +197,7 @@ async fn acquire(
     limit: Duration,
     reservation: &Reservation,
 ) -> Result<u64, ClientError> {
-    let limit = limit + MARGIN;
+    let limit = limit.min(LONGEST) + MARGIN;
     let answer = client.call("Acquire", limit, |channel| {
         let message = request(message.clone(), limit);
         async move {

@@ -11,7 +11,7 @@ use flextensord_proto::{
 use crate::{
     ClientError, LeaseState,
     fastpath::tests::open,
-    stand_in::{StagePart, StandIn, eventually},
+    tests::stand_in::{StagePart, StandIn, eventually},
 };
 
 fn parts() -> [StagePart; 3] {

@@ -6,7 +6,7 @@ use flextensord_proto::{
 
 use crate::{
     ClientError, LoadOptions, LoadStep, blocking,
-    stand_in::StandIn,
+    tests::stand_in::StandIn,
     upload::{Source, UploadTensor},
 };
 

@@ -110,6 +110,10 @@ impl Shown {
                 bar.set_position(step.bytes_done);
             }
             Self::Lines { last } => {
+                // the daemon has not read the headers yet
+                if step.bytes_total == 0 {
+                    return;
+                }
                 let due = last.is_none_or(|last| at.saturating_sub(last) >= LINE_EVERY);
                 if due || step.bytes_done >= step.bytes_total {
                     *last = Some(at);

@@ -1,5 +1,7 @@
 //! `flextensorctl managers`.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use flextensord_client::{
     blocking::Client,
     v1::{ManagerStatus, TransferCounters},
@@ -40,7 +42,8 @@ pub(crate) fn table(managers: &[ManagerStatus]) -> Table {
         let waits = match manager.waits_for_part {
             Some(part) => format!(
                 "part {part} ({}) for {} ms",
-                manager.waits_for_tensor, manager.waits_since_ms
+                manager.waits_for_tensor,
+                milliseconds_since(manager.waits_since_ms)
             ),
             None => "-".to_owned(),
         };
@@ -64,6 +67,14 @@ pub(crate) fn table(managers: &[ManagerStatus]) -> Table {
         ]);
     }
     table
+}
+
+/// Milliseconds since a moment that is given in milliseconds since the Unix epoch.
+fn milliseconds_since(moment: u64) -> u128 {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    now.as_millis().saturating_sub(moment.into())
 }
 
 pub(crate) fn document(manager: &ManagerStatus) -> Value {

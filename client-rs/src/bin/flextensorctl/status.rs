@@ -1,5 +1,6 @@
 //! `flextensorctl status`.
 
+use bytesize::ByteSize;
 use flextensord_client::{
     blocking::Client,
     v1::{DeviceStatus, StatusResponse},
@@ -65,7 +66,7 @@ fn devices(devices: &[DeviceStatus]) -> Table {
     for device in devices {
         let link = match device.link_limit {
             0 => "not limited".to_owned(),
-            limit => format!("{}/s", bytes(limit)),
+            limit => format!("{}/s", ByteSize(limit).display().si()),
         };
         let streamed = device
             .transfer
