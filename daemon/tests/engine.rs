@@ -234,7 +234,7 @@ fn passes_in_order_move_just_the_planned_bytes_and_one_ring_of_prefetch() {
 fn a_detached_ring_is_never_written_again() {
     let setting = setting(Some(50 << 20));
     let uses = layers(6, 2);
-    let client = open(&setting, 1, &vec![400_000; 12], &uses, 2_000_000);
+    let client = open(&setting, 1, &[400_000; 12], &uses, 2_000_000);
     client.run(&uses, 0..3);
     let detached = setting.engine.detach(1).unwrap();
     detached
@@ -252,7 +252,7 @@ fn two_managers_take_turns_on_one_link() {
     let setting = setting(Some(200 << 20));
     let uses = layers(6, 2);
     let clients: Vec<Client> = (1..=2)
-        .map(|id| open(&setting, id, &vec![400_000; 12], &uses, 2_500_000))
+        .map(|id| open(&setting, id, &[400_000; 12], &uses, 2_500_000))
         .collect();
     thread::scope(|scope| {
         for client in &clients {

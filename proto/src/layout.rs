@@ -194,7 +194,9 @@ mod tests {
     fn words_are_aligned_and_do_not_meet_the_header() {
         assert_eq!(slot(0), 4096);
         assert_eq!(slot(3) % 8, 0);
-        assert!(PLAN_ACK + 8 <= SLOTS && WANT + 4 <= PLAN_ACK);
-        assert!(NOTICE_ENGINES + NOTICE_ENGINE_LIMIT * NOTICE_ENGINE_STRIDE <= NOTICE_BYTES);
+        const {
+            assert!(PLAN_ACK + 8 <= SLOTS && WANT + 4 <= PLAN_ACK);
+            assert!(NOTICE_ENGINES + NOTICE_ENGINE_LIMIT * NOTICE_ENGINE_STRIDE <= NOTICE_BYTES);
+        }
     }
 }

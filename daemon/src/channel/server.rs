@@ -51,7 +51,7 @@ impl ChannelServer {
         loop {
             let accepted = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
-                accepted = listener.read(|listener| descriptor::accept(listener)) => accepted,
+                accepted = listener.read(descriptor::accept) => accepted,
             };
             let connection = match accepted {
                 Ok(connection) => connection,
@@ -87,7 +87,7 @@ impl ChannelServer {
         let connection = Watched::new(connection)?;
         let mut served = HashSet::new();
         let outcome = loop {
-            let received = connection.read(|socket| descriptor::receive(socket)).await;
+            let received = connection.read(descriptor::receive).await;
             let (packet, descriptors) = match received {
                 Ok(received) => received,
                 Err(error) => break Err(error),

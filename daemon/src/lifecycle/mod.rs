@@ -5,7 +5,7 @@
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
 //! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
-//! - [`rooms`]: the rooms of the daemon put together;
+//! - `rooms`: the rooms of the daemon put together;
 //! - [`serve`]: the daemon's run.
 
 pub mod directory;

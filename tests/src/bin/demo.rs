@@ -69,7 +69,9 @@ struct Verdicts {
 impl Verdicts {
     fn new() -> Self {
         let mut table = Table::new();
-        table.load_style(UTF8_BORDERS_ONLY).set_header(["what", "seen", "expected", ""]);
+        table
+            .load_style(UTF8_BORDERS_ONLY)
+            .set_header(["what", "seen", "expected", ""]);
         Self { table, failed: 0 }
     }
 

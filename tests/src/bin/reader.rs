@@ -106,9 +106,7 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
     let budget = flags
         .budget
         .map_or(Budget::Fraction(flags.fraction), Budget::Bytes);
-    let answer = manager
-        .register(&flags.weight_set, &layers, budget)?
-        .clone();
+    let answer = *manager.register(&flags.weight_set, &layers, budget)?;
     say(json!({
         "event": "registered", "manager": manager.name(), "layers": answer.layers,
         "parts": answer.parts, "granted_bytes": answer.granted_bytes,
