@@ -144,6 +144,19 @@ impl Reader {
         self.process.pid()
     }
 
+    /// Whether it has ended with a failure by itself.
+    ///
+    /// # Errors
+    /// When it cannot be looked at.
+    pub fn has_failed(&mut self) -> Result<bool, SceneError> {
+        let ended = self
+            .process
+            .0
+            .try_wait()
+            .map_err(|e| SceneError::io("wait", e))?;
+        Ok(ended.is_some_and(|status| !status.success()))
+    }
+
     /// Ends it with SIGKILL.
     ///
     /// # Errors

@@ -14,7 +14,10 @@ use flextensord_device::{
 use flextensord_proto::v1::{
     admin_server::AdminServer, offload_server::OffloadServer, weights_server::WeightsServer,
 };
-use tokio::{sync::watch, time};
+use tokio::{
+    sync::{Notify, watch},
+    time,
+};
 use tonic::transport::server::Router;
 
 use super::{Instance, Life, instance::StartError};
@@ -54,6 +57,7 @@ pub(super) struct Rooms {
     tickets: Arc<Tickets>,
     notice: Arc<NoticePage>,
     generation: u64,
+    to_reclaim: Arc<Notify>,
     drain: watch::Sender<Option<Duration>>,
 }
 
@@ -78,7 +82,8 @@ impl Rooms {
         let notice = NoticePage::create(generation)
             .map_err(|error| StartError::setup("make the notice page", error))?;
         let notice = Arc::new(notice);
-        let devices = devices(instance, &notice)?;
+        let to_reclaim = Arc::new(Notify::new());
+        let devices = devices(instance, &notice, &to_reclaim)?;
         let manager_settings = ManagerSettings {
             limit: settings.max_managers,
             resume_grace: settings.resume_grace,
@@ -103,6 +108,7 @@ impl Rooms {
             tickets,
             notice,
             generation,
+            to_reclaim,
             drain: watch::Sender::new(None),
         })
     }
@@ -177,7 +183,7 @@ impl Rooms {
                 self.tickets.expire();
             }
         };
-        tokio::join!(self.managers.reclaim(), expire);
+        tokio::join!(self.managers.reclaim(&self.to_reclaim), expire);
     }
 
     /// Removes all weight sets; the daemon stops.
@@ -190,6 +196,7 @@ impl Rooms {
 fn devices(
     instance: &Instance,
     notice: &Arc<NoticePage>,
+    to_reclaim: &Arc<Notify>,
 ) -> Result<Vec<Arc<ManagedDevice>>, StartError> {
     let settings = &instance.settings;
     let DeviceKind::Cpu = settings.device;
@@ -201,9 +208,15 @@ fn devices(
                 CpuDevice::new(name, index, settings.cpu.memory, settings.cpu.link)
                     .map_err(|error| StartError::setup("make a device", error))?,
             );
-            let managed =
-                ManagedDevice::new(index, name, instance.generation, device, Arc::clone(notice))
-                    .map_err(|error| StartError::setup("start an engine", error))?;
+            let managed = ManagedDevice::new(
+                index,
+                name,
+                instance.generation,
+                device,
+                Arc::clone(notice),
+                Arc::clone(to_reclaim),
+            )
+            .map_err(|error| StartError::setup("start an engine", error))?;
             Ok(Arc::new(managed))
         })
         .collect()

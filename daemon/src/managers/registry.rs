@@ -19,7 +19,11 @@ use flextensord_proto::{
     name,
     v1::{Draining, LeaseEvent, lease_ended::Reason, lease_event},
 };
-use tokio::{sync::mpsc, task::JoinHandle, time};
+use tokio::{
+    sync::{Notify, mpsc},
+    task::JoinHandle,
+    time,
+};
 use tokio_util::task::TaskTracker;
 
 use super::{
@@ -199,6 +203,7 @@ impl Managers {
             })?;
         }
         let device = self.device(&request.device)?;
+        self.fence_dead(peer.uid, &request.name);
         let mut names = self.names();
         let repeated = names.by_name.values().find(|manager| {
             manager.open_id == request.request_id
@@ -331,18 +336,30 @@ impl Managers {
         self.tasks.wait().await;
     }
 
-    /// Frees memory of ended leases as its last holders go. Runs until cancelled.
-    pub async fn reclaim(&self) {
-        let mut ticks = time::interval(RECLAIM);
-        ticks.set_missed_tick_behavior(time::MissedTickBehavior::Delay);
+    /// Frees memory of ended leases as its last holders go; `retired` tells when there is
+    /// some. Runs until cancelled.
+    pub async fn reclaim(&self, retired: &Notify) {
         loop {
-            ticks.tick().await;
-            for device in &self.devices {
-                if device.memory.reclaiming() {
+            retired.notified().await;
+            while self.devices.iter().any(|device| device.memory.reclaiming()) {
+                time::sleep(RECLAIM).await;
+                for device in &self.devices {
                     let memory = Arc::clone(&device.memory);
-                    self.tasks.spawn_blocking(move || memory.sweep());
+                    // freeing may take long: the next look waits for it, nobody else does
+                    let _: Result<(), _> = self.tasks.spawn_blocking(move || memory.sweep()).await;
                 }
             }
+        }
+    }
+
+    /// Ends the manager of that name if its owner's process is dead: whoever opens the
+    /// name next need not wait until that is noticed.
+    fn fence_dead(&self, uid: u32, name: &str) {
+        let holder = self.find_name(uid, name).ok();
+        let dead =
+            |manager: &Arc<Manager>| manager.process.as_ref().is_some_and(Process::has_exited);
+        if let Some(manager) = holder.filter(dead) {
+            self.end(&manager, Reason::Fenced);
         }
     }
 

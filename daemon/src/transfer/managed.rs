@@ -8,6 +8,8 @@ use flextensord_device::{
     notice::NoticePage,
 };
 
+use tokio::sync::Notify;
+
 use super::{counters::Counters, engine::Engine, memory::DeviceMemory, residents::Residents};
 
 /// One device with all that the daemon keeps for it.
@@ -26,7 +28,8 @@ pub struct ManagedDevice {
 }
 
 impl ManagedDevice {
-    /// Takes `device` under management.
+    /// Takes `device` under management; `to_reclaim` is told when its memory waits for a
+    /// last holder.
     ///
     /// # Errors
     /// When its engine cannot be started.
@@ -36,9 +39,10 @@ impl ManagedDevice {
         generation: u64,
         device: Arc<dyn Device>,
         notice: Arc<NoticePage>,
+        to_reclaim: Arc<Notify>,
     ) -> Result<Self, KernelError> {
         let engine = Engine::start(index, Arc::clone(&device), notice)?;
-        let memory = DeviceMemory::new(instance, generation, device);
+        let memory = DeviceMemory::new(instance, generation, device, to_reclaim);
         Ok(Self {
             index,
             residents: Residents::new(Arc::clone(&memory)),

@@ -11,6 +11,7 @@ use flextensord_device::{
     device::{Device, DeviceError, Label, Memory},
     process::Process,
 };
+use tokio::sync::Notify;
 
 /// Why device memory is refused.
 #[derive(Debug, thiserror::Error)]
@@ -87,19 +88,28 @@ pub struct DeviceMemory {
     device: Arc<dyn Device>,
     reserved: Mutex<u64>,
     retired: Mutex<Vec<Retired>>,
+    /// Told when something is retired.
+    to_reclaim: Arc<Notify>,
     next_allocation: AtomicU64,
 }
 
 impl DeviceMemory {
     /// The memory of `device`; `instance` goes into the labels, `generation` keeps the
-    /// ids of allocations apart over restarts.
+    /// ids of allocations apart over restarts, and `to_reclaim` is told when something
+    /// waits for its last holder.
     #[must_use]
-    pub fn new(instance: &str, generation: u64, device: Arc<dyn Device>) -> Arc<Self> {
+    pub fn new(
+        instance: &str,
+        generation: u64,
+        device: Arc<dyn Device>,
+        to_reclaim: Arc<Notify>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             instance: instance.to_owned(),
             device,
             reserved: Mutex::new(0),
             retired: Mutex::default(),
+            to_reclaim,
             next_allocation: AtomicU64::new(generation << 32 | 1),
         })
     }
@@ -192,6 +202,7 @@ impl DeviceMemory {
     fn retire(&self, retired: Retired) {
         if !retired.is_free() {
             self.retired().push(retired);
+            self.to_reclaim.notify_one();
         }
     }
 
@@ -272,6 +283,7 @@ mod tests {
             "t",
             1,
             Arc::new(CpuDevice::new("t", 0, bytes, None).unwrap()),
+            Arc::default(),
         )
     }
 

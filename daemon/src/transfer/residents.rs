@@ -390,7 +390,7 @@ mod tests {
 
     fn setting() -> (Arc<DeviceMemory>, Residents, BlockRequest) {
         let device = Arc::new(CpuDevice::new("t", 0, 1 << 20, None).unwrap());
-        let memory = DeviceMemory::new("t", 1, device);
+        let memory = DeviceMemory::new("t", 1, device, Arc::default());
         let file = memfd::create("s", 8192).unwrap();
         let segment = Mapping::new(file.as_fd(), 8192, Access::ReadWrite).unwrap();
         segment.write(0, &[3; 8192]).unwrap();
