@@ -15,7 +15,7 @@ DENY := $(shell cargo-deny --version 2>/dev/null | grep -qx 'cargo-deny $(DENY_V
 	&& command -v cargo-deny || echo $(CACHE)/tools/bin/cargo-deny)
 PYTHON_TESTS := $(wildcard tests/python/test_*.py)
 
-.PHONY: help demo test lint bench build release fmt clean linker
+.PHONY: help demo test lint bench soak build release fmt clean linker
 
 help: ## what there is to do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,9 +24,9 @@ demo: release ## load a real model once, share it between processes, kill one of
 	tests/demo/run.sh
 
 test: linker $(if $(PYTHON_TESTS),$(VENV)/ready) ## all tests
+	$(CARGO) build --workspace --bins --locked
 	$(CARGO) test --workspace --locked
 ifneq ($(PYTHON_TESTS),)
-	$(CARGO) build --workspace --bins --locked
 	$(VENV)/bin/pytest -ra tests/python
 endif
 
@@ -40,6 +40,10 @@ lint: linker $(DENY) ## format, clippy, licences, documentation, style
 bench: release ## figures of this machine
 	@test -x tests/bench/run.sh || { echo 'there are no benchmarks yet' >&2; exit 1; }
 	tests/bench/run.sh
+
+SOAK ?= --seconds 600
+soak: release ## 64 managers under random kills, for ten minutes or as SOAK says
+	target/release/soak $(SOAK)
 
 build: linker ## everything, for development
 	$(CARGO) build --workspace --all-targets --locked

@@ -168,7 +168,7 @@ pub(crate) async fn serve(
                 reservation,
                 reply,
             } => {
-                let acquired = acquire(&client, &message, limit, &reservation).await;
+                let acquired = acquire(&client, &lease, &message, limit, &reservation).await;
                 let acquired = acquired.map(|hold| reservation.into_hold(hold));
                 // nobody waits any more: the hold is dropped, and so given back
                 let _ = reply.send(acquired);
@@ -178,7 +178,7 @@ pub(crate) async fn serve(
                 keep_parts,
                 reply,
             } => {
-                let released = release(&client, &lease, hold, keep_parts).await;
+                let released = release(&client, &lease, Which::Hold(hold), keep_parts).await;
                 match (reply, released) {
                     (Some(reply), released) => {
                         let _ = reply.send(released);
@@ -191,8 +191,16 @@ pub(crate) async fn serve(
     }
 }
 
+/// The hold to release.
+enum Which {
+    Hold(u64),
+    /// That of an acquire, by its request id, whose answer never came.
+    Lost(String),
+}
+
 async fn acquire(
     client: &Client,
+    lease: &Lease,
     message: &AcquireRequest,
     limit: Duration,
     reservation: &Reservation,
@@ -207,7 +215,16 @@ async fn acquire(
                 .into_inner())
         }
     });
-    let answer = answer.await?;
+    let answer = match answer.await {
+        Ok(answer) => answer,
+        Err(error @ ClientError::Refused(_)) => return Err(error),
+        Err(error) => {
+            // it may have been granted all the same; refused means that it was not
+            let lost = Which::Lost(message.request_id.clone());
+            let _: Result<(), _> = release(client, lease, lost, Vec::new()).await;
+            return Err(error);
+        }
+    };
     let version = reservation.plane.plan.version();
     if answer.plan_version != version {
         return Err(ClientError::Protocol {
@@ -224,17 +241,22 @@ async fn acquire(
 async fn release(
     client: &Client,
     lease: &Lease,
-    hold: u64,
+    which: Which,
     keep_parts: Vec<u32>,
 ) -> Result<(), ClientError> {
     // the daemon drops all holds of a lease that is over
     lease.check()?;
     let limit = client.options().call_timeout;
+    let (hold, acquire_request_id) = match which {
+        Which::Hold(hold) => (hold, String::new()),
+        Which::Lost(id) => (0, id),
+    };
     let message = ReleaseRequest {
         request_id: request_id::fresh()?,
         token: lease.token.0.clone(),
         hold,
         keep_parts,
+        acquire_request_id,
     };
     let answer = client.call("Release", limit, |channel| {
         let message = request(message.clone(), limit);

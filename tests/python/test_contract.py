@@ -317,3 +317,73 @@ def test_status_and_dump_tell_who_holds_what(setting, stubs):
     kinds = {record.kind for record in admin.Dump(stubs.admin.DumpRequest())}
     assert {"daemon", "device", "weight_set", "tensors", "manager", "layers", "parts"} <= kinds
     manager.release(hold.hold)
+
+
+def open_manager(daemon, stubs, **more):
+    offload = stubs.offload_grpc.OffloadStub(daemon.grpc)
+    request = stubs.offload.OpenManagerRequest(
+        request_id=request_id(), protocol={"lowest": 1, "highest": 1}, **more
+    )
+    lease = offload.OpenManager(request)
+    return lease, next(lease).opened
+
+
+def test_a_lost_stream_is_resumed_by_its_token_and_else_fenced(daemon, stubs):
+    served = daemon("--resume-grace", "1s")
+    admin = stubs.admin_grpc.AdminStub(served.grpc)
+    managers = lambda: list(admin.Status(stubs.admin.StatusRequest()).managers)
+    lease, opened = open_manager(served, stubs, name="mine")
+    lease.cancel()
+    deadline = time.monotonic() + 10
+    while managers()[0].lease != "detached":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lease, resumed = open_manager(served, stubs, resume_token=opened.token)
+    assert (resumed.name, resumed.lease_epoch) == ("mine", opened.lease_epoch)
+    assert managers()[0].lease == "owned"
+    time.sleep(1.5)
+    assert len(managers()) == 1, "the grace time of the lost stream ends nothing"
+    lease.cancel()
+    while managers():
+        assert time.monotonic() < deadline + 20
+        time.sleep(0.01)
+    with pytest.raises(grpc.RpcError) as refusal:
+        open_manager(served, stubs, resume_token=opened.token)
+    assert refusal.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_second_stream_of_a_lease_ends_the_first(daemon, stubs):
+    served = daemon()
+    first, opened = open_manager(served, stubs)
+    second, again = open_manager(served, stubs, resume_token=opened.token)
+    ended = next(event for event in first if event.WhichOneof("event") == "ended")
+    assert ended.ended.reason == stubs.offload.LeaseEnded.RESUMED_ELSEWHERE
+    assert again.token == opened.token
+    second.cancel()
+
+
+def test_an_acquire_whose_caller_gave_up_can_be_undone_by_its_id(setting, stubs):
+    daemon, channel, tensors, _ = setting
+    manager = Manager(daemon, stubs, channel, tensors, 2_000_000)
+    admin = stubs.admin_grpc.AdminStub(daemon.grpc)
+    for turn in range(200):
+        request = stubs.offload.AcquireRequest(
+            request_id=request_id(), token=manager.token, layer=f"layers.{turn % 6}"
+        )
+        call = manager.offload.Acquire.future(request)
+        if turn % 3:
+            time.sleep(0.001 * (turn % 3))
+        call.cancel()
+        try:
+            # it may have been answered before it was cancelled: nobody else can know
+            manager.release(0, acquire_request_id=request.request_id)
+        except grpc.RpcError as refusal:
+            assert "hold" in refusal.details()
+    deadline = time.monotonic() + 10
+    while True:
+        (mine,) = admin.Status(stubs.admin.StatusRequest()).managers
+        idle = mine.rpc_holds == 0 and mine.parts_in_use == 0
+        if idle and not mine.HasField("waits_for_part"):
+            break
+        assert time.monotonic() < deadline, mine
+        time.sleep(0.05)

@@ -28,6 +28,8 @@ use crate::configuration::Settings;
 /// How long connections that are still open may hold up a stop that has drained: a
 /// client's watch of our health would otherwise hold it up for ever.
 const CLOSE: Duration = Duration::from_millis(300);
+/// Most calls of a connection that are cancelled and not yet cleared away.
+const RESETS: usize = 4096;
 /// The name that stands for the whole daemon in `grpc.health.v1`.
 const WHOLE: &str = "";
 
@@ -66,7 +68,9 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     set_health(&health, ServingStatus::NotServing).await;
     turn_on_panic(health.clone(), panicked);
     let rooms = Rooms::new(&instance)?;
-    let router = with_reflection(Server::builder().add_service(health_service))?;
+    // a client that cancels many calls at once must not lose its lease with its connection
+    let mut server = Server::builder().http2_max_pending_accept_reset_streams(Some(RESETS));
+    let router = with_reflection(server.add_service(health_service))?;
     let router = rooms.serve_in(router, &instance, &life);
     let closing = CancellationToken::new();
     let incoming = UnixListenerStream::new(grpc);

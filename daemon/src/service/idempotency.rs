@@ -130,6 +130,18 @@ impl<R: Clone> Idempotency<R> {
         }
     }
 
+    /// The answer of the call `id` of `uid`, if it was answered; waits while it is under
+    /// way. `None` when there was none, or it failed.
+    pub async fn answered(&self, uid: u32, id: &str) -> Option<R> {
+        let entry = self
+            .entries()
+            .get(&(uid, id.to_owned()))
+            .map(|entry| entry.answer.clone());
+        let mut answer = entry?;
+        let waited = tokio::time::timeout(PATIENCE, answer.wait_for(Option::is_some)).await;
+        waited.ok()?.ok()?.clone()
+    }
+
     fn look(self: &Arc<Self>, key: &Key, content: blake3::Hash) -> Result<Look<R>, Failure> {
         let mut entries = self.entries();
         let now = Instant::now();

@@ -251,9 +251,16 @@ impl Offload for OffloadService {
         let message = request.into_inner();
         let manager = self.find(peer, &message.token)?;
         let figures = format!("{} {:?}", message.hold, message.keep_parts);
-        let content: [&[u8]; 2] = [&message.token, figures.as_bytes()];
+        let lost = &message.acquire_request_id;
+        let content: [&[u8]; 3] = [&message.token, figures.as_bytes(), lost.as_bytes()];
         let work = async {
-            holds::release(&manager, message.hold, &message.keep_parts)
+            let hold = if lost.is_empty() {
+                message.hold
+            } else {
+                let answer = self.calls.acquires.answered(peer.uid, lost).await;
+                answer.map_or(0, |answer| answer.hold)
+            };
+            holds::release(&manager, hold, &message.keep_parts)
                 .await
                 .map_err(Failure::from)?;
             Ok(ReleaseResponse {})
