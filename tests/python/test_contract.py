@@ -385,5 +385,5 @@ def test_an_acquire_whose_caller_gave_up_can_be_undone_by_its_id(setting, stubs)
         idle = mine.rpc_holds == 0 and mine.parts_in_use == 0
         if idle and not mine.HasField("waits_for_part"):
             break
-        assert time.monotonic() < deadline, mine
+        assert time.monotonic() < deadline, (mine.rpc_holds, mine.parts_in_use, mine.waits_for_part)
         time.sleep(0.05)

@@ -6,9 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::process::Peer;
+use flextensord_device::{handover::Cells as _, process::Peer};
 use flextensord_proto::{
     kind::Failure,
+    layout::WANT_NONE,
     v1::{
         DeviceStatus, DrainRequest, DrainResponse, DumpRecord, DumpRequest, HostStatus,
         ManagerStatus, StatusRequest, StatusResponse, TerminateManagerRequest,
@@ -24,7 +25,10 @@ use crate::{
     lifecycle::phase::Life,
     managers::{error::ManagerError, manager::Manager, registry::Managers},
     plan::Place,
-    transfer::{counters::Counters, managed::ManagedDevice},
+    transfer::{
+        counters::{Counters, now_ms},
+        managed::ManagedDevice,
+    },
     weights::set::WeightSet,
 };
 
@@ -250,10 +254,16 @@ pub fn manager_status(manager: &Manager) -> ManagerStatus {
         status.planned_stream_bytes = model.plan.streamed_bytes;
         status.granted_bytes = model.granted;
         status.parts_in_use = model.control.parts_in_use();
-        if let Some((part, since)) = manager.counters.waits_for() {
-            status.waits_for_part = Some(part);
-            status.waits_for_tensor = model.tensor_name(part).to_owned();
-            status.waits_since_ms = since;
+        // the engine notes since when, but does not look while nothing is to be done
+        let want = model.control.want();
+        if want != WANT_NONE {
+            let noted = manager
+                .counters
+                .waits_for()
+                .filter(|(part, _)| *part == want);
+            status.waits_for_part = Some(want);
+            status.waits_for_tensor = model.tensor_name(want).to_owned();
+            status.waits_since_ms = noted.map_or_else(now_ms, |(_, since)| since);
         }
     }
     status

@@ -41,7 +41,8 @@ struct Entry<R> {
 
 impl<R> Entry<R> {
     fn is_running(&self) -> bool {
-        self.answer.borrow().is_none()
+        // without a sender nobody will answer: the call was abandoned
+        self.answer.borrow().is_none() && self.answer.has_changed().is_ok()
     }
 }
 
@@ -85,7 +86,7 @@ impl<R: Clone> Idempotency<R> {
         let content = digest(content);
         let waiting = async {
             loop {
-                let mut answer = match self.look(&key, content)? {
+                let mut answer = match self.look(&key, content, false)? {
                     Look::First(first) => return Ok(Turn::First(first)),
                     Look::Wait(answer) => answer,
                 };
@@ -130,25 +131,42 @@ impl<R: Clone> Idempotency<R> {
         }
     }
 
-    /// The answer of the call `id` of `uid`, if it was answered; waits while it is under
-    /// way. `None` when there was none, or it failed.
-    pub async fn answered(&self, uid: u32, id: &str) -> Option<R> {
-        let entry = self
-            .entries()
-            .get(&(uid, id.to_owned()))
-            .map(|entry| entry.answer.clone());
-        let mut answer = entry?;
-        let waited = tokio::time::timeout(PATIENCE, answer.wait_for(Option::is_some)).await;
-        waited.ok()?.ok()?.clone()
+    /// The answer of the call `id` of `uid`, which its caller never saw; waits while it is
+    /// under way. `None` when it failed, or never came: then it will be refused should it
+    /// come yet.
+    ///
+    /// # Errors
+    /// `TOO_MANY` when there is no room to remember the id.
+    pub async fn abandon(self: &Arc<Self>, uid: u32, id: &str) -> Result<Option<R>, Failure> {
+        let abandoned = digest(&[b"abandoned"]);
+        match self.look(&(uid, id.to_owned()), abandoned, true)? {
+            Look::First(first) => {
+                first.keep();
+                Ok(None)
+            }
+            Look::Wait(mut answer) => {
+                let waited = tokio::time::timeout(PATIENCE, answer.wait_for(Option::is_some));
+                Ok(waited
+                    .await
+                    .ok()
+                    .and_then(Result::ok)
+                    .and_then(|answer| answer.clone()))
+            }
+        }
     }
 
-    fn look(self: &Arc<Self>, key: &Key, content: blake3::Hash) -> Result<Look<R>, Failure> {
+    fn look(
+        self: &Arc<Self>,
+        key: &Key,
+        content: blake3::Hash,
+        any: bool,
+    ) -> Result<Look<R>, Failure> {
         let mut entries = self.entries();
         let now = Instant::now();
         if let Some(entry) = entries.get(key)
             && (entry.is_running() || entry.since + LIFETIME > now)
         {
-            if entry.content != content {
+            if entry.content != content && !any {
                 let rule = "was used with another request";
                 return Err(invalid_argument("request_id", &key.1, rule));
             }
@@ -164,7 +182,12 @@ impl<R: Clone> Idempotency<R> {
         entries.insert(key.clone(), entry);
         let map = Arc::clone(self);
         let key = key.clone();
-        Ok(Look::First(First { map, key, sender }))
+        Ok(Look::First(First {
+            map,
+            key,
+            sender,
+            kept: false,
+        }))
     }
 }
 
@@ -186,6 +209,7 @@ pub struct First<R> {
     map: Arc<Idempotency<R>>,
     key: Key,
     sender: watch::Sender<Option<R>>,
+    kept: bool,
 }
 
 impl<R> First<R> {
@@ -198,9 +222,16 @@ impl<R> First<R> {
     }
 }
 
+impl<R> First<R> {
+    /// Keeps the id without an answer: no call will ever have one.
+    fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
 impl<R> Drop for First<R> {
     fn drop(&mut self) {
-        if self.sender.borrow().is_none() {
+        if !self.kept && self.sender.borrow().is_none() {
             self.map.entries().remove(&self.key);
         }
     }
@@ -281,6 +312,17 @@ mod tests {
             map.enter(2, ID, &[b"x"]).await,
             Ok(Turn::First(_))
         ));
+    }
+
+    #[tokio::test]
+    async fn a_call_that_was_abandoned_before_it_came_is_refused() {
+        let map = Arc::new(Idempotency::<u32>::default());
+        assert_eq!(map.abandon(1, ID).await, Ok(None));
+        assert!(map.enter(1, ID, &[b"x"]).await.is_err());
+        assert_eq!(map.abandon(1, ID).await, Ok(None));
+        let other = "another-one-of-16";
+        first(&map, other).await.complete(7);
+        assert_eq!(map.abandon(1, other).await, Ok(Some(7)));
     }
 
     #[tokio::test]

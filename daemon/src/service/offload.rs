@@ -257,7 +257,7 @@ impl Offload for OffloadService {
             let hold = if lost.is_empty() {
                 message.hold
             } else {
-                let answer = self.calls.acquires.answered(peer.uid, lost).await;
+                let answer = self.calls.acquires.abandon(peer.uid, lost).await?;
                 answer.map_or(0, |answer| answer.hold)
             };
             holds::release(&manager, hold, &message.keep_parts)
