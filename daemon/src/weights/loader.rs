@@ -9,6 +9,8 @@ use std::{
     },
 };
 
+use flextensord_device::segment;
+
 use super::{
     checkpoint::{Checkpoint, Place},
     digest::{self, BLOCK, Digest},
@@ -146,7 +148,10 @@ fn run(
         });
     }
     let target = match job.target {
-        Some(target) => target,
+        Some(target) => {
+            segment::populate(target);
+            target
+        }
         None => {
             buffer.resize(job.length, 0);
             buffer.as_mut_slice()
