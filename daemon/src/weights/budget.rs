@@ -9,6 +9,7 @@ use std::{
     fmt,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
 use sysinfo::{MemoryRefreshKind, RefreshKind, System};
@@ -55,6 +56,8 @@ pub struct Budget {
     configured: Option<u64>,
     host: HostMemory,
     taken: Mutex<Taken>,
+    /// What the last question was answered, for questions that come at once again.
+    last: Mutex<Option<(Instant, Figures)>>,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -64,6 +67,9 @@ struct Taken {
     /// Bytes reserved for segments that are not there yet.
     pending: u64,
 }
+
+/// How long figures of the host serve for questions that reserve nothing.
+const FRESH: Duration = Duration::from_millis(250);
 
 /// The budget at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,6 +94,7 @@ impl Budget {
             configured,
             host,
             taken: Mutex::default(),
+            last: Mutex::default(),
         })
     }
 
@@ -114,10 +121,21 @@ impl Budget {
         })
     }
 
-    /// The budget now.
+    /// The budget now; what the host has free may be a quarter of a second old. Asking the
+    /// host costs more than the rest of a Status call.
     #[must_use]
     pub fn figures(&self) -> Figures {
-        self.figures_of(*self.taken())
+        let taken = *self.taken();
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((at, figures)) = last.as_ref()
+            && at.elapsed() < FRESH
+            && (figures.allocated, figures.pending) == (taken.allocated, taken.pending)
+        {
+            return figures.clone();
+        }
+        let figures = self.figures_of(taken);
+        *last = Some((Instant::now(), figures.clone()));
+        figures
     }
 
     fn figures_of(&self, taken: Taken) -> Figures {
