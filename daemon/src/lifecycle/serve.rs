@@ -15,6 +15,7 @@ use tonic_health::{
     ServingStatus,
     server::{HealthReporter, health_reporter},
 };
+use tower::util::MapResponseLayer;
 
 use super::{
     exit::Exit,
@@ -23,7 +24,7 @@ use super::{
     phase::{Life, Phase},
     rooms::{self, Rooms},
 };
-use crate::configuration::Settings;
+use crate::{configuration::Settings, service::framing};
 
 /// How long connections that are still open may hold up a stop that has drained: a
 /// client's watch of our health would otherwise hold it up for ever.
@@ -66,7 +67,11 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     set_health(&health, ServingStatus::NotServing).await;
     turn_on_panic(health.clone(), panicked);
     let rooms = Rooms::new(&instance)?;
-    let router = with_reflection(Server::builder().add_service(health_service))?;
+    let router = with_reflection(
+        Server::builder()
+            .layer(MapResponseLayer::new(framing::typed))
+            .add_service(health_service),
+    )?;
     let router = rooms.serve_in(router, &instance, &life);
     let closing = CancellationToken::new();
     let incoming = UnixListenerStream::new(grpc);
@@ -147,7 +152,7 @@ fn turn_on_panic(health: HealthReporter, mut panicked: watch::Receiver<bool>) {
 }
 
 /// Adds both versions of server reflection: common tools still ask for the older one.
-fn with_reflection(router: Router) -> Result<Router, StartError> {
+fn with_reflection<L>(router: Router<L>) -> Result<Router<L>, StartError> {
     let builder = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(flextensord_proto::DESCRIPTORS)
