@@ -14,7 +14,7 @@ use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     limit,
     v1::{
-        ChannelAnswer, ChannelRequest, Hello, Offer, Redeem, channel_answer::Answer,
+        ChannelAnswer, ChannelRequest, Hello, Offer, Redeem, Refused, channel_answer::Answer,
         channel_request::Request,
     },
 };
@@ -102,13 +102,23 @@ impl DescriptorChannel {
         // it answered in order, so it can be used again, refused or not
         *guard = Some(connection);
         match answer {
-            (Answer::Refused(refused), _) => {
-                let kind = Kind::parse(&refused.kind).unwrap_or(Kind::Internal);
-                Err(Failure::new(kind, Origin::Daemon, refused.message).into())
-            }
+            (Answer::Refused(refused), _) => Err(refusal(refused).into()),
             answered => Ok(answered),
         }
     }
+}
+
+fn refusal(refused: Refused) -> Failure {
+    let kind = Kind::parse(&refused.kind).unwrap_or(Kind::Internal);
+    let details = [
+        ("field", refused.field),
+        ("value", refused.value),
+        ("rule", refused.rule),
+    ];
+    let failure = Failure::new(kind, Origin::Client, refused.message);
+    // an older daemon says less
+    let said = details.into_iter().filter(|(_, text)| !text.is_empty());
+    said.fold(failure, |failure, (name, text)| failure.with(name, text))
 }
 
 /// The connection, taken out while it is used, or a new one.
@@ -128,10 +138,7 @@ fn greet(path: &Path) -> Result<OwnedFd, ClientError> {
     });
     match ask(&connection, "say hello", hello, &[])? {
         (Answer::Welcome(_), _) => Ok(connection),
-        (Answer::Refused(refused), _) => {
-            let kind = Kind::parse(&refused.kind).unwrap_or(Kind::Internal);
-            Err(Failure::new(kind, Origin::Daemon, refused.message).into())
-        }
+        (Answer::Refused(refused), _) => Err(refusal(refused).into()),
         _ => Err(unexpected("say hello")),
     }
 }
@@ -203,7 +210,7 @@ fn unexpected(what: &'static str) -> ClientError {
 mod tests {
     use std::io::{Read as _, Write as _};
 
-    use flextensord_proto::v1::{Offered, Redeemed, Refused, Welcome};
+    use flextensord_proto::v1::{Offered, Redeemed, Welcome};
 
     use super::*;
 
@@ -253,6 +260,7 @@ mod tests {
         let refused = Answer::Refused(Refused {
             kind: "NOT_FOUND".to_owned(),
             message: "no such ticket".to_owned(),
+            ..Refused::default()
         });
         let redeemed = Answer::Redeemed(Redeemed { bytes: 7 });
         let served = serve(

@@ -53,7 +53,8 @@ impl Daemon {
         Self::start_in(directory()?, shm.to_owned(), binary, flags)
     }
 
-    /// Starts `binary` in the directory of an earlier daemon.
+    /// Starts `binary` in the directory of an earlier daemon, under the instance name that
+    /// the directory gives it.
     ///
     /// # Errors
     /// When it does not come to serve.
@@ -70,6 +71,20 @@ impl Daemon {
             .map_or_else(String::new, |name| {
                 name.to_string_lossy().trim_start_matches('.').to_owned()
             });
+        Self::start_as(&instance, directory, shm, binary, flags)
+    }
+
+    /// Starts `binary` as the instance of that name.
+    ///
+    /// # Errors
+    /// When it does not come to serve.
+    pub fn start_as(
+        instance: &str,
+        directory: TempDir,
+        shm: PathBuf,
+        binary: &Path,
+        flags: &[&str],
+    ) -> Result<Self, SceneError> {
         let child = Command::new(binary)
             .arg("serve")
             .args([
@@ -78,7 +93,7 @@ impl Daemon {
                 "--drain-grace",
                 "200ms",
                 "--instance",
-                &instance,
+                instance,
             ])
             .arg("--runtime-dir")
             .arg(directory.path().join("run"))
@@ -92,7 +107,7 @@ impl Daemon {
             process: Guarded(child),
             directory,
             shm,
-            instance,
+            instance: instance.to_owned(),
         };
         eventually("the daemon serves", SOON, || daemon.client().ok())?;
         Ok(daemon)
@@ -187,6 +202,25 @@ impl Daemon {
         fs::read_dir(format!("/proc/{}/fd", self.pid())).map_or(0, Iterator::count)
     }
 
+    /// Its threads.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/task", self.pid())).map_or(0, Iterator::count)
+    }
+
+    /// Bytes of its resident memory that are no shared memory.
+    #[must_use]
+    pub fn resident_bytes(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.unwrap_or_default();
+        let of = |key: &str| -> u64 {
+            let line = status.lines().find_map(|line| line.strip_prefix(key));
+            let figure = line.and_then(|line| line.split_whitespace().next());
+            figure.and_then(|kib| kib.parse().ok()).unwrap_or(0)
+        };
+        (of("RssAnon:") + of("RssFile:")) * 1024
+    }
+
     /// Sends it a signal.
     ///
     /// # Errors
@@ -224,7 +258,10 @@ impl Daemon {
 }
 
 /// A directory that other users of the tests can come through.
-fn directory() -> Result<TempDir, SceneError> {
+///
+/// # Errors
+/// When it cannot be made.
+pub fn directory() -> Result<TempDir, SceneError> {
     let failed = |e| SceneError::io("make a directory", e);
     let directory = tempfile::Builder::new()
         .prefix("ft")

@@ -6,6 +6,8 @@ pub mod checkpoint;
 pub mod daemon;
 pub mod process;
 pub mod reader;
+pub mod tmpfs;
+pub mod witness;
 
 /// What goes wrong while a scene is set or played.
 #[derive(Debug, thiserror::Error)]

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashSet,
+    fmt::Display,
     io,
     os::fd::{AsFd as _, BorrowedFd, OwnedFd},
     sync::{Arc, Weak},
@@ -88,14 +89,13 @@ impl ChannelServer {
         let mut served = HashSet::new();
         let outcome = loop {
             let received = connection.read(descriptor::receive).await;
-            let (packet, descriptors) = match received {
-                Ok(received) => received,
+            let (answer, gift) = match received {
+                Ok((packet, _)) if packet.is_empty() => break Ok(()),
+                Ok((packet, descriptors)) => self.answer(peer, &packet, descriptors, &mut served),
+                // the packet is gone as a whole, the next one can be read
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => (over_limit(), None),
                 Err(error) => break Err(error),
             };
-            if packet.is_empty() {
-                break Ok(());
-            }
-            let (answer, gift) = self.answer(peer, &packet, descriptors, &mut served);
             let answer = ChannelAnswer {
                 answer: Some(answer),
             }
@@ -125,14 +125,8 @@ impl ChannelServer {
             Ok(Some(Request::Hello(hello))) => (self.welcome(&hello), None),
             Ok(Some(Request::Redeem(redeem))) => self.redeem(peer, &redeem, served),
             Ok(Some(Request::Offer(offer))) => (self.take(peer, &offer, descriptors), None),
-            Ok(None) => (
-                refused("INVALID_ARGUMENT", "request is empty".to_owned()),
-                None,
-            ),
-            Err(error) => (
-                refused("INVALID_ARGUMENT", format!("packet: {error}")),
-                None,
-            ),
+            Ok(None) => (invalid("request", "empty", "hello, redeem or offer"), None),
+            Err(error) => (invalid("packet", error, "a ChannelRequest"), None),
         }
     }
 
@@ -142,10 +136,11 @@ impl ChannelServer {
                 protocol,
                 daemon_generation: self.generation,
             }),
-            None => refused(
-                "PROTOCOL_VERSION",
-                format!("protocol version {} is not spoken here", hello.protocol),
-            ),
+            None => {
+                let (lowest, highest) = flextensord_proto::PROTOCOL;
+                let rule = format!("version {lowest} to {highest}");
+                refused("PROTOCOL_VERSION", "protocol", hello.protocol, rule)
+            }
         }
     }
 
@@ -163,23 +158,28 @@ impl ChannelServer {
                     Some(gift.descriptor),
                 )
             }
-            Err(error) => (refused("NOT_FOUND", error.to_string()), None),
+            Err(error) => (refused("NOT_FOUND", "ticket", "(not shown)", error), None),
         }
     }
 
     fn take(&self, peer: Peer, offer: &Offer, descriptors: Vec<OwnedFd>) -> Answer {
         if offer.file_names.len() != descriptors.len() || descriptors.is_empty() {
-            let text = format!(
-                "offer names {} files and brings {} descriptors",
+            let value = format!(
+                "{} names with {} descriptors",
                 offer.file_names.len(),
                 descriptors.len()
             );
-            return refused("INVALID_ARGUMENT", text);
+            return invalid(
+                "file_names",
+                value,
+                "a name for each descriptor, at least one",
+            );
         }
         let mut tickets = Vec::with_capacity(descriptors.len());
         for (name, descriptor) in offer.file_names.iter().zip(descriptors) {
-            if let Err(error) = check_file(name, descriptor.as_fd()) {
-                return refused("INVALID_ARGUMENT", error);
+            if let Err(rule) = check_file(name, descriptor.as_fd()) {
+                let shown: String = name.chars().take(limit::NAME_BYTES).collect();
+                return invalid("file_names", format!("{shown:?}"), rule);
             }
             let file = OfferedFile {
                 name: name.clone(),
@@ -187,7 +187,9 @@ impl ChannelServer {
             };
             match self.tickets.offer(peer, file) {
                 Ok(ticket) => tickets.push(ticket),
-                Err(error) => return refused("TOO_MANY", error.to_string()),
+                Err(error) => {
+                    return refused("TOO_MANY", "file_names", offer.file_names.len(), error);
+                }
             }
         }
         Answer::Offered(Offered { tickets })
@@ -195,22 +197,36 @@ impl ChannelServer {
 }
 
 fn check_file(name: &str, descriptor: BorrowedFd<'_>) -> Result<(), String> {
-    name::check_qualified(name).map_err(|error| format!("file name: {error}"))?;
-    if name.contains('/') || name.len() > limit::QUALIFIED_NAME_BYTES {
-        return Err(format!("file name {name:?} is no plain name"));
+    name::check_qualified(name).map_err(|error| error.to_string())?;
+    if name.contains('/') || matches!(name, "." | "..") {
+        return Err("the plain name of a file, without a directory".to_owned());
     }
     if descriptor::is_readable_regular_file(descriptor) {
         Ok(())
     } else {
-        Err(format!(
-            "file {name:?} is not a regular file open for reading"
-        ))
+        Err("a regular file open for reading".to_owned())
     }
 }
 
-fn refused(kind: &str, message: String) -> Answer {
+fn over_limit() -> Answer {
+    let rule = format!(
+        "at most {} bytes and {} descriptors",
+        limit::PACKET_BYTES,
+        limit::PACKET_DESCRIPTORS
+    );
+    invalid("packet", "larger", rule)
+}
+
+fn invalid(field: &str, value: impl Display, rule: impl Display) -> Answer {
+    refused("INVALID_ARGUMENT", field, value, rule)
+}
+
+fn refused(kind: &str, field: &str, value: impl Display, rule: impl Display) -> Answer {
     Answer::Refused(Refused {
         kind: kind.to_owned(),
-        message,
+        message: format!("{field} is {value}: {rule}"),
+        field: field.to_owned(),
+        value: value.to_string(),
+        rule: rule.to_string(),
     })
 }

@@ -114,7 +114,12 @@ impl Rooms {
     }
 
     /// Adds the services to a server.
-    pub(super) fn serve_in(&self, router: Router, instance: &Instance, life: &Life) -> Router {
+    pub(super) fn serve_in<L>(
+        &self,
+        router: Router<L>,
+        instance: &Instance,
+        life: &Life,
+    ) -> Router<L> {
         let offload = OffloadService {
             managers: Arc::clone(&self.managers),
             tickets: Arc::clone(&self.tickets),

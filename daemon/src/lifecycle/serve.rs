@@ -15,6 +15,7 @@ use tonic_health::{
     ServingStatus,
     server::{HealthReporter, health_reporter},
 };
+use tower::util::MapResponseLayer;
 
 use super::{
     exit::Exit,
@@ -23,7 +24,7 @@ use super::{
     phase::{Life, Phase},
     rooms::{self, Rooms},
 };
-use crate::configuration::Settings;
+use crate::{configuration::Settings, service::framing};
 
 /// How long connections that are still open may hold up a stop that has drained: a
 /// client's watch of our health would otherwise hold it up for ever.
@@ -69,7 +70,9 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     turn_on_panic(health.clone(), panicked);
     let rooms = Rooms::new(&instance)?;
     // a client that cancels many calls at once must not lose its lease with its connection
-    let mut server = Server::builder().http2_max_pending_accept_reset_streams(Some(RESETS));
+    let mut server = Server::builder()
+        .http2_max_pending_accept_reset_streams(Some(RESETS))
+        .layer(MapResponseLayer::new(framing::typed));
     let router = with_reflection(server.add_service(health_service))?;
     let router = rooms.serve_in(router, &instance, &life);
     let closing = CancellationToken::new();
@@ -151,7 +154,7 @@ fn turn_on_panic(health: HealthReporter, mut panicked: watch::Receiver<bool>) {
 }
 
 /// Adds both versions of server reflection: common tools still ask for the older one.
-fn with_reflection(router: Router) -> Result<Router, StartError> {
+fn with_reflection<L>(router: Router<L>) -> Result<Router<L>, StartError> {
     let builder = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(flextensord_proto::DESCRIPTORS)

@@ -12,10 +12,12 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum ManagerError {
     /// The name breaks a rule.
-    #[error("{field}: {source}")]
+    #[error("{field} is {value:?}: {source}")]
     Name {
         /// The field of the request.
         field: &'static str,
+        /// Its value, shortened.
+        value: String,
         /// The rule.
         source: NameError,
     },
@@ -40,9 +42,11 @@ pub enum ManagerError {
         since_ms: u64,
     },
     /// No such manager, or not the caller's to see.
-    #[error("there is no manager {name:?}")]
+    #[error("{field}: there is no manager {name:?}")]
     UnknownManager {
-        /// The name.
+        /// The field of the request.
+        field: &'static str,
+        /// The name, shortened.
         name: String,
     },
     /// No such layer.

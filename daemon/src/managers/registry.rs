@@ -16,7 +16,7 @@ use flextensord_device::{
     readiness::Watched,
 };
 use flextensord_proto::{
-    name,
+    limit, name,
     v1::{Draining, LeaseEvent, lease_ended::Reason, lease_event},
 };
 use tokio::{
@@ -199,6 +199,7 @@ impl Managers {
         if !request.name.is_empty() {
             name::check(&request.name).map_err(|source| ManagerError::Name {
                 field: "name",
+                value: short(&request.name),
                 source,
             })?;
         }
@@ -263,7 +264,8 @@ impl Managers {
             .get(&(uid, name.to_owned()))
             .cloned()
             .ok_or_else(|| ManagerError::UnknownManager {
-                name: name.to_owned(),
+                field: "name",
+                name: short(name),
             })
     }
 
@@ -467,6 +469,11 @@ impl Managers {
     fn names(&self) -> MutexGuard<'_, Names> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The beginning of a name that may be of any length, for a message.
+fn short(name: &str) -> String {
+    name.chars().take(limit::NAME_BYTES).collect()
 }
 
 /// The name asked for if it is free, else the first free default name.

@@ -14,9 +14,9 @@ use crate::{
     plan::Place,
 };
 
-/// Entries of a document after which the next one begins: well under its limit of a
-/// mebibyte.
-const ENTRIES: usize = 500;
+/// Most bytes of the entries of a document, well under its limit of a mebibyte; each
+/// entry is far smaller.
+const ENTRIES_BYTES: usize = 512 << 10;
 
 /// The records that a user may see; of one manager if `only` names it.
 ///
@@ -31,7 +31,8 @@ pub fn records(service: &AdminService, peer: Peer, only: &str) -> Result<Vec<Dum
         managers.retain(|manager| manager.name == only);
         if managers.is_empty() {
             return Err(ManagerError::UnknownManager {
-                name: only.to_owned(),
+                field: "manager",
+                name: super::request::cut(only),
             }
             .into());
         }
@@ -51,8 +52,18 @@ fn record(kind: &str, name: &str, body: &Value) -> DumpRecord {
 }
 
 fn paged(kind: &str, name: &str, entries: Vec<Value>, records: &mut Vec<DumpRecord>) {
-    for page in entries.chunks(ENTRIES) {
-        records.push(record(kind, name, &Value::Array(page.to_vec())));
+    let (mut page, mut bytes) = (Vec::new(), 0);
+    for entry in entries {
+        let more = entry.to_string().len() + 1;
+        if bytes + more > ENTRIES_BYTES && !page.is_empty() {
+            records.push(record(kind, name, &Value::Array(std::mem::take(&mut page))));
+            bytes = 0;
+        }
+        bytes += more;
+        page.push(entry);
+    }
+    if !page.is_empty() {
+        records.push(record(kind, name, &Value::Array(page)));
     }
 }
 

@@ -30,11 +30,17 @@ impl From<WeightError> for Failure {
                 .with("field", "files")
                 .with("value", file)
                 .with("rule", problem),
-            WeightError::CheckpointChanged { file, .. } => {
-                client(Kind::CheckpointChanged).with("file", file)
-            }
+            WeightError::CheckpointChanged { file, .. } => client(Kind::CheckpointChanged)
+                .with("field", "files")
+                .with("value", &file)
+                .with("rule", "files that do not change while they are read")
+                .with("file", file),
             WeightError::Read { file, .. } => kernel(Kind::Kernel).with("file", file),
-            WeightError::NotFound { name } => client(Kind::NotFound).with("name", name),
+            WeightError::NotFound { name } => client(Kind::NotFound)
+                .with("field", "name")
+                .with("value", &name)
+                .with("rule", "the name of a weight set that this user may see")
+                .with("name", &name),
             WeightError::NotOwner { name } => client(Kind::PermissionDenied).with("name", name),
             WeightError::ContentDiffers { name, tensor, .. } => client(Kind::ContentDiffers)
                 .with("name", name)
@@ -95,7 +101,14 @@ impl From<TicketError> for Failure {
         let failure = Failure::new(kind, origin, error.to_string());
         match error {
             TicketError::TooMany { limit, .. } => failure.with("limit", limit),
-            _ => failure,
+            TicketError::Unknown | TicketError::Kind => failure
+                .with("field", "files")
+                .with("value", "(not shown)")
+                .with(
+                    "rule",
+                    "tickets of files that this user offered, each used once",
+                ),
+            TicketError::Random => failure,
         }
     }
 }

@@ -3,12 +3,14 @@
 //! - [`offload`], [`weights`], [`admin`]: the three services;
 //! - [`plan_pages`], [`dump`]: long answers in pages;
 //! - [`caller`], [`request`], [`idempotency`]: what all calls share;
-//! - [`failure`]: the one place that turns errors into a status.
+//! - [`failure`]: the one place that turns errors into a status;
+//! - [`framing`]: the same for messages that cannot be read.
 
 pub mod admin;
 pub mod caller;
 pub mod dump;
 pub mod failure;
+pub mod framing;
 pub mod idempotency;
 pub mod offload;
 pub mod plan_pages;

@@ -259,6 +259,7 @@ fn answer(stage: &Stage, request: Request) -> (Answer, Option<OwnedFd>) {
                 let refused = Refused {
                     kind: "NOT_FOUND".to_owned(),
                     message: "no such ticket".to_owned(),
+                    ..Refused::default()
                 };
                 (Answer::Refused(refused), None)
             }

@@ -16,8 +16,13 @@ impl From<ManagerError> for Failure {
         let text = error.to_string();
         let client = |kind| Failure::new(kind, Origin::Client, text.clone());
         match error {
-            E::Name { field, source } => client(Kind::InvalidArgument)
+            E::Name {
+                field,
+                value,
+                source,
+            } => client(Kind::InvalidArgument)
                 .with("field", field)
+                .with("value", value)
                 .with("rule", source),
             E::Field { field, value, rule } => client(Kind::InvalidArgument)
                 .with("field", field)
@@ -35,23 +40,42 @@ impl From<ManagerError> for Failure {
                     "remedy",
                     "choose another name, or end its process or `flextensorctl terminate` it",
                 ),
-            E::UnknownManager { name } => client(Kind::NotFound).with("manager", name),
-            E::UnknownLayer { manager, layer } => client(Kind::NotFound)
-                .with("manager", manager)
-                .with("layer", layer),
+            E::UnknownManager { field, name } => {
+                unknown(text, field, &name, "the name of a manager of this user")
+                    .with("manager", &name)
+            }
+            E::UnknownLayer { manager, layer } => {
+                unknown(text, "layer", &layer, "the name of a layer of the manager")
+                    .with("manager", manager)
+                    .with("layer", &layer)
+            }
             E::UnknownTensor {
                 layer,
                 weight_set,
                 tensor,
-            } => client(Kind::NotFound)
-                .with("layer", layer)
-                .with("weight_set", weight_set)
-                .with("tensor", tensor),
-            E::UnknownDevice { name, known } => client(Kind::NotFound)
-                .with("device", name)
-                .with("known", known),
-            E::LeaseLost => client(Kind::LeaseLost).with("remedy", "open the manager anew"),
-            E::UnknownHold { hold } => client(Kind::UnknownHold).with("hold", hold),
+            } => {
+                let rule = "the name of a tensor of the weight set";
+                unknown(text, "layers.tensors", &tensor, rule)
+                    .with("layer", layer)
+                    .with("weight_set", weight_set)
+                    .with("tensor", &tensor)
+            }
+            E::UnknownDevice { name, known } => {
+                unknown(text, "device", &name, "the name of a device of the daemon")
+                    .with("device", &name)
+                    .with("known", known)
+            }
+            // the value is a secret, of whomever it may be
+            E::LeaseLost => client(Kind::LeaseLost)
+                .with("field", "token")
+                .with("value", "(not shown)")
+                .with("rule", "the token of a manager of this user that is open")
+                .with("remedy", "open the manager anew"),
+            E::UnknownHold { hold } => client(Kind::UnknownHold)
+                .with("field", "hold")
+                .with("value", hold)
+                .with("rule", "a hold of the manager that was not given back")
+                .with("hold", hold),
             E::HoldConflict { layer, part, held } => client(Kind::HoldConflict)
                 .with("layer", layer)
                 .with("part", part)
@@ -85,7 +109,7 @@ impl From<ManagerError> for Failure {
                 .with("uid", uid)
                 .with("what", what),
             E::Plan(error) => error.into(),
-            E::Weights(error) => error.into(),
+            E::Weights(error) => of_weight_set(error.into()),
             E::Memory(error) => error.into(),
             E::Residents(ResidentError::Memory(error)) => error.into(),
             E::Residents(ResidentError::Deadline { bytes, .. }) => {
@@ -98,6 +122,24 @@ impl From<ManagerError> for Failure {
             }
         }
     }
+}
+
+/// What the request names and nobody has.
+fn unknown(text: String, field: &str, name: &str, rule: &str) -> Failure {
+    Failure::new(Kind::NotFound, Origin::Client, text)
+        .with("field", field)
+        .with("value", name)
+        .with("rule", rule)
+}
+
+/// A weight set that a manager's request names: the field is another there.
+fn of_weight_set(mut failure: Failure) -> Failure {
+    if let Some(field) = failure.details.get_mut("field")
+        && field == "name"
+    {
+        "weight_set".clone_into(field);
+    }
+    failure
 }
 
 impl From<PlanError> for Failure {

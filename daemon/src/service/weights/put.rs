@@ -15,7 +15,7 @@ use super::{
     work::blocking,
 };
 use crate::{
-    service::failure::invalid_argument,
+    service::{failure::invalid_argument, framing},
     weights::{
         error::WeightError, load::Outcome, loader::Cancel, put::PutSession, registry::WeightStore,
     },
@@ -73,14 +73,8 @@ pub(super) async fn next_part(
     };
     match timeout(SILENCE, stream.message()).await {
         Err(_) => Err(aborted(format!("no message for {} s", SILENCE.as_secs()))),
-        Ok(Err(status)) if status.code() == tonic::Code::OutOfRange => {
-            let rule = format!("at most {} bytes", limit::MESSAGE_BYTES);
-            Err(invalid_argument("message", "larger", &rule))
-        }
-        Ok(Err(status)) => Err(aborted(format!(
-            "its stream broke off: {}",
-            status.message()
-        ))),
+        Ok(Err(status)) => Err(framing::of_message(&status)
+            .unwrap_or_else(|| aborted(format!("its stream broke off: {}", status.message())))),
         Ok(Ok(None)) => Ok(None),
         Ok(Ok(Some(v1::PutRequest { part: Some(part) }))) => Ok(Some(part)),
         Ok(Ok(Some(v1::PutRequest { part: None }))) => {
