@@ -33,8 +33,7 @@ pub fn bind_listener(path: &Path) -> Result<OwnedFd, KernelError> {
         .map_err(|e| KernelError::new(operation(), e))?;
     let address = UnixAddr::new(path).map_err(|e| KernelError::new(operation(), e))?;
     bind(listener.as_raw_fd(), &address).map_err(|e| KernelError::new(operation(), e))?;
-    let backlog = Backlog::new(128).map_err(|e| KernelError::new(operation(), e))?;
-    listen(&listener, backlog).map_err(|e| KernelError::new(operation(), e))?;
+    listen(&listener, Backlog::MAXCONN).map_err(|e| KernelError::new(operation(), e))?;
     Ok(listener)
 }
 

@@ -29,10 +29,7 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
     /// The file system has no room.
-    #[error(
-        "shared memory at {} has {free} bytes free, {wanted} are wanted; enlarge it \
-         (mount -o remount,size=…, docker run --shm-size=…) or drop weight sets", directory.display()
-    )]
+    #[error("shared memory at {} has {free} bytes free, {wanted} are wanted", directory.display())]
     Full {
         /// Bytes of the segment.
         wanted: u64,

@@ -172,8 +172,10 @@ fn a_drain_waits_for_the_daemon_to_be_gone() {
 #[test]
 fn a_wrong_command_line_exits_with_the_status_of_usage() {
     let daemon = Daemon::start(&[]).unwrap();
+    let huge = ["--timeout", "99999999999h", "status"];
     for arguments in [
-        &["no-such-command"][..],
+        &huge[..],
+        &["no-such-command"],
         &["load"],
         &["status", "--no-such-flag"],
     ] {

@@ -1,11 +1,15 @@
 //! The socket where tickets are redeemed and files handed over.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     fmt::Display,
     io,
     os::fd::{AsFd as _, BorrowedFd, OwnedFd},
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
 };
 
 use flextensord_device::{
@@ -21,14 +25,18 @@ use flextensord_proto::{
     },
 };
 use prost::Message as _;
-use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use super::ticket::{OfferedFile, Tickets};
 use crate::managers::registry::Managers;
 
-/// Most connections at a time.
+/// Most connections at a time, of all users and of one.
 const CONNECTIONS: usize = 4096;
+const CONNECTIONS_OF_USER: usize = 1024;
+/// How long a connection may take to say hello.
+const HELLO: Duration = Duration::from_secs(10);
+/// Time between two lines of the log about connections that are refused.
+const COMPLAINT: Duration = Duration::from_secs(10);
 
 /// What the channel serves from.
 #[derive(Debug, Clone)]
@@ -48,7 +56,14 @@ impl ChannelServer {
     /// When the listener cannot be watched.
     pub async fn serve(self, listener: OwnedFd, stop: CancellationToken) -> io::Result<()> {
         let listener = Watched::new(listener)?;
-        let room = Arc::new(Semaphore::new(CONNECTIONS));
+        let room = Arc::new(Room::default());
+        let mut complained: Option<Instant> = None;
+        let mut complain = |what: &dyn Display| {
+            if complained.is_none_or(|at| at.elapsed() > COMPLAINT) {
+                complained = Some(Instant::now());
+                tracing::warn!("descriptor channel refuses a connection: {what}");
+            }
+        };
         loop {
             let accepted = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
@@ -58,40 +73,58 @@ impl ChannelServer {
                 Ok(connection) => connection,
                 Err(error) => {
                     // out of descriptors, most likely: leave room for some to close
-                    tracing::warn!(%error, "descriptor channel cannot accept");
-                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                    complain(&error);
+                    tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
                 }
             };
-            let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
-                tracing::warn!(limit = CONNECTIONS, "too many descriptor channels");
+            let Ok(peer) = process::peer(connection.as_fd()) else {
+                continue;
+            };
+            let Some(place) = Room::enter(&room, peer.uid) else {
+                complain(&format_args!("user {} has too many", peer.uid));
                 continue;
             };
             let (server, stop) = (self.clone(), stop.clone());
             tokio::spawn(async move {
                 tokio::select! {
                     () = stop.cancelled() => {}
-                    ended = server.converse(connection) => {
+                    ended = server.converse(connection, peer, place.number) => {
                         if let Err(error) = ended {
                             tracing::debug!(%error, "descriptor channel ended");
                         }
                     }
                 }
-                drop(permit);
+                server.tickets.close(place.number);
+                drop(place);
             });
         }
     }
 
     /// Answers one peer until it is gone.
-    async fn converse(&self, connection: OwnedFd) -> io::Result<()> {
-        let peer = process::peer(connection.as_fd()).map_err(|error| error.source)?;
+    async fn converse(&self, connection: OwnedFd, peer: Peer, number: u64) -> io::Result<()> {
         let connection = Watched::new(connection)?;
-        let mut served = HashSet::new();
+        let mut talk = Talk {
+            peer,
+            number,
+            greeted: false,
+            served: HashSet::new(),
+        };
+        let silence = Instant::now() + HELLO;
         let outcome = loop {
-            let received = connection.read(descriptor::receive).await;
+            let receive = connection.read(descriptor::receive);
+            let received = if talk.greeted {
+                receive.await
+            } else {
+                let limit = silence.saturating_duration_since(Instant::now());
+                match tokio::time::timeout(limit, receive).await {
+                    Ok(received) => received,
+                    Err(_) => break Ok(()),
+                }
+            };
             let (answer, gift) = match received {
                 Ok((packet, _)) if packet.is_empty() => break Ok(()),
-                Ok((packet, descriptors)) => self.answer(peer, &packet, descriptors, &mut served),
+                Ok((packet, descriptors)) => self.answer(&mut talk, &packet, descriptors),
                 // the packet is gone as a whole, the next one can be read
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => (over_limit(), None),
                 Err(error) => break Err(error),
@@ -107,35 +140,44 @@ impl ChannelServer {
             }
         };
         if let Some(managers) = self.managers.upgrade() {
-            served
-                .into_iter()
-                .for_each(|manager| managers.channel_closed(manager));
+            for manager in talk.served {
+                managers.channel_closed(manager);
+            }
         }
         outcome
     }
 
     fn answer(
         &self,
-        peer: Peer,
+        talk: &mut Talk,
         packet: &[u8],
         descriptors: Vec<OwnedFd>,
-        served: &mut HashSet<u64>,
     ) -> (Answer, Option<OwnedFd>) {
         match ChannelRequest::decode(packet).map(|request| request.request) {
-            Ok(Some(Request::Hello(hello))) => (self.welcome(&hello), None),
-            Ok(Some(Request::Redeem(redeem))) => self.redeem(peer, &redeem, served),
-            Ok(Some(Request::Offer(offer))) => (self.take(peer, &offer, descriptors), None),
+            Ok(Some(Request::Hello(hello))) => (self.welcome(talk, &hello), None),
+            Ok(Some(_)) if !talk.greeted => {
+                let rule = "hello comes first";
+                (
+                    refused("FAILED_PRECONDITION", "request", "another", rule),
+                    None,
+                )
+            }
+            Ok(Some(Request::Redeem(redeem))) => self.redeem(talk, &redeem),
+            Ok(Some(Request::Offer(offer))) => (self.take(talk, &offer, descriptors), None),
             Ok(None) => (invalid("request", "empty", "hello, redeem or offer"), None),
             Err(error) => (invalid("packet", error, "a ChannelRequest"), None),
         }
     }
 
-    fn welcome(&self, hello: &Hello) -> Answer {
+    fn welcome(&self, talk: &mut Talk, hello: &Hello) -> Answer {
         match negotiate(hello.protocol, hello.protocol) {
-            Some(protocol) => Answer::Welcome(Welcome {
-                protocol,
-                daemon_generation: self.generation,
-            }),
+            Some(protocol) => {
+                talk.greeted = true;
+                Answer::Welcome(Welcome {
+                    protocol,
+                    daemon_generation: self.generation,
+                })
+            }
             None => {
                 let (lowest, highest) = flextensord_proto::PROTOCOL;
                 let rule = format!("version {lowest} to {highest}");
@@ -144,15 +186,10 @@ impl ChannelServer {
         }
     }
 
-    fn redeem(
-        &self,
-        peer: Peer,
-        redeem: &Redeem,
-        served: &mut HashSet<u64>,
-    ) -> (Answer, Option<OwnedFd>) {
-        match self.tickets.redeem(peer, &redeem.ticket) {
+    fn redeem(&self, talk: &mut Talk, redeem: &Redeem) -> (Answer, Option<OwnedFd>) {
+        match self.tickets.redeem(talk.peer, &redeem.ticket) {
             Ok(gift) => {
-                served.extend(gift.manager);
+                talk.served.extend(gift.manager);
                 (
                     Answer::Redeemed(Redeemed { bytes: gift.bytes }),
                     Some(gift.descriptor),
@@ -162,7 +199,7 @@ impl ChannelServer {
         }
     }
 
-    fn take(&self, peer: Peer, offer: &Offer, descriptors: Vec<OwnedFd>) -> Answer {
+    fn take(&self, talk: &Talk, offer: &Offer, descriptors: Vec<OwnedFd>) -> Answer {
         if offer.file_names.len() != descriptors.len() || descriptors.is_empty() {
             let value = format!(
                 "{} names with {} descriptors",
@@ -184,8 +221,9 @@ impl ChannelServer {
             let file = OfferedFile {
                 name: name.clone(),
                 file: descriptor.into(),
+                connection: talk.number,
             };
-            match self.tickets.offer(peer, file) {
+            match self.tickets.offer(talk.peer, file) {
                 Ok(ticket) => tickets.push(ticket),
                 Err(error) => {
                     return refused("TOO_MANY", "file_names", offer.file_names.len(), error);
@@ -193,6 +231,60 @@ impl ChannelServer {
             }
         }
         Answer::Offered(Offered { tickets })
+    }
+}
+
+/// One connection and what is known of it.
+struct Talk {
+    peer: Peer,
+    number: u64,
+    greeted: bool,
+    /// Managers whose tickets it redeemed.
+    served: HashSet<u64>,
+}
+
+/// How many connections there are, of whom.
+#[derive(Debug, Default)]
+struct Room {
+    of_user: Mutex<HashMap<u32, usize>>,
+    next: AtomicU64,
+}
+
+/// A connection's place; dropped, it is free again.
+#[derive(Debug)]
+struct Place {
+    room: Arc<Room>,
+    uid: u32,
+    number: u64,
+}
+
+impl Room {
+    fn enter(room: &Arc<Self>, uid: u32) -> Option<Place> {
+        let mut of_user = room.of_user();
+        let own = of_user.get(&uid).copied().unwrap_or(0);
+        if own >= CONNECTIONS_OF_USER || of_user.values().sum::<usize>() >= CONNECTIONS {
+            return None;
+        }
+        of_user.insert(uid, own + 1);
+        Some(Place {
+            room: Arc::clone(room),
+            uid,
+            number: room.next.fetch_add(1, Relaxed),
+        })
+    }
+
+    fn of_user(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+        self.of_user.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut of_user = self.room.of_user();
+        match of_user.get_mut(&self.uid) {
+            Some(count) if *count > 1 => *count -= 1,
+            _ => drop(of_user.remove(&self.uid)),
+        }
     }
 }
 

@@ -12,8 +12,10 @@ use flextensord_device::process::Peer;
 
 /// How long a ticket may wait to be redeemed.
 const LIFETIME: Duration = Duration::from_secs(60);
-/// Most tickets of one user that wait at a time: each keeps a descriptor open.
-const USER_LIMIT: usize = 1024;
+/// Most tickets of one process, and of one user, that wait at a time: each keeps a
+/// descriptor open.
+const PROCESS_LIMIT: usize = 1024;
+const USER_LIMIT: usize = 8192;
 
 /// Why a ticket is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -25,10 +27,10 @@ pub enum TicketError {
     #[error("ticket stands for another kind of object")]
     Kind,
     /// Too many wait.
-    #[error("user {uid} has {limit} tickets waiting, the limit")]
+    #[error("{whose} has {limit} tickets waiting, the limit")]
     TooMany {
-        /// The user.
-        uid: u32,
+        /// Whose tickets they are.
+        whose: &'static str,
         /// The limit.
         limit: usize,
     },
@@ -55,6 +57,8 @@ pub struct OfferedFile {
     pub name: String,
     /// Open for reading, a regular file.
     pub file: File,
+    /// The connection that it came over: its ticket dies with it.
+    pub connection: u64,
 }
 
 #[derive(Debug)]
@@ -124,6 +128,15 @@ impl Tickets {
         self.waiting().retain(|_, entry| !of_manager(entry));
     }
 
+    /// Drops the tickets of files that came over a connection which has ended.
+    pub fn close(&self, connection: u64) {
+        let of_connection = |entry: &Entry| match &entry.item {
+            Item::File(file) => file.connection == connection,
+            Item::Gift(_) => false,
+        };
+        self.waiting().retain(|_, entry| !of_connection(entry));
+    }
+
     /// Drops what was not redeemed in time.
     pub fn expire(&self) {
         let now = Instant::now();
@@ -144,16 +157,15 @@ impl Tickets {
         let mut key = [0; 16];
         getrandom::fill(&mut key).map_err(|_| TicketError::Random)?;
         let mut waiting = self.waiting();
-        if waiting
-            .values()
-            .filter(|entry| entry.peer.uid == peer.uid)
-            .count()
-            >= USER_LIMIT
-        {
-            return Err(TicketError::TooMany {
-                uid: peer.uid,
-                limit: USER_LIMIT,
-            });
+        let of_user = || waiting.values().filter(|entry| entry.peer.uid == peer.uid);
+        let of_process = of_user().filter(|entry| entry.peer.pid == peer.pid);
+        for (count, limit, whose) in [
+            (of_process.count(), PROCESS_LIMIT, "this process"),
+            (of_user().count(), USER_LIMIT, "this user"),
+        ] {
+            if count >= limit {
+                return Err(TicketError::TooMany { whose, limit });
+            }
         }
         waiting.insert(
             key,
@@ -234,13 +246,35 @@ mod tests {
     #[test]
     fn a_user_cannot_pile_tickets_up() {
         let tickets = Tickets::default();
-        for _ in 0..USER_LIMIT {
+        for _ in 0..PROCESS_LIMIT {
             tickets.give(PEER, gift()).unwrap();
         }
+        let refused = tickets.give(PEER, gift()).unwrap_err();
         assert!(matches!(
-            tickets.give(PEER, gift()),
-            Err(TicketError::TooMany { uid: 1, .. })
+            refused,
+            TicketError::TooMany {
+                limit: PROCESS_LIMIT,
+                ..
+            }
         ));
-        assert!(tickets.give(Peer { uid: 2, ..PEER }, gift()).is_ok());
+        // another process of the user is not locked out by it
+        assert!(tickets.give(Peer { pid: 11, ..PEER }, gift()).is_ok());
+    }
+
+    #[test]
+    fn files_that_were_offered_go_with_the_connection() {
+        let tickets = Tickets::default();
+        let file = || OfferedFile {
+            name: "m".into(),
+            file: tempfile::tempfile().unwrap(),
+            connection: 7,
+        };
+        let (one, two) = (
+            tickets.offer(PEER, file()).unwrap(),
+            tickets.give(PEER, gift()).unwrap(),
+        );
+        tickets.close(7);
+        assert!(tickets.collect(PEER, &one).is_err());
+        assert!(tickets.redeem(PEER, &two).is_ok());
     }
 }

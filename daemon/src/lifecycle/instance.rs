@@ -78,7 +78,10 @@ impl StartError {
             | Self::Socket(SocketError::InTheWay { .. })
             | Self::Generation(GenerationError::NoNumber { .. }) => Exit::Configuration,
             Self::Directory(DirectoryError::Kernel { source, .. })
-                if source.kind() == io::ErrorKind::NotFound =>
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+                ) =>
             {
                 Exit::Configuration
             }

@@ -4,10 +4,12 @@
 //! - [`directory`], [`lock`], [`socket`], [`generation`]: what belongs to one daemon
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
+//! - [`descriptor_limit`]: how many descriptors there may be;
 //! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
 //! - `rooms`: the rooms of the daemon put together;
 //! - [`serve`]: the daemon's run.
 
+pub mod descriptor_limit;
 pub mod directory;
 pub mod exit;
 pub mod generation;

@@ -14,10 +14,7 @@ use flextensord_device::{
 use flextensord_proto::v1::{
     admin_server::AdminServer, offload_server::OffloadServer, weights_server::WeightsServer,
 };
-use tokio::{
-    sync::{Notify, watch},
-    time,
-};
+use tokio::{sync::Notify, time};
 use tonic::transport::server::Router;
 
 use super::{Instance, Life, instance::StartError};
@@ -58,7 +55,6 @@ pub(super) struct Rooms {
     notice: Arc<NoticePage>,
     generation: u64,
     to_reclaim: Arc<Notify>,
-    drain: watch::Sender<Option<Duration>>,
 }
 
 impl Rooms {
@@ -109,7 +105,6 @@ impl Rooms {
             notice,
             generation,
             to_reclaim,
-            drain: watch::Sender::new(None),
         })
     }
 
@@ -136,7 +131,6 @@ impl Rooms {
             daemon_uid,
             started: Instant::now(),
             life: life.clone(),
-            drain: self.drain.clone(),
             drain_grace: instance.settings.drain_grace,
             terminations: Arc::default(),
         };
@@ -160,24 +154,21 @@ impl Rooms {
         self.notice.set_phase(phase);
     }
 
-    /// Waits until an operator asks for a drain; returns how long it may take.
-    pub(super) async fn drain_asked(&self) -> Duration {
-        let mut asked = self.drain.subscribe();
-        let limit = asked
-            .wait_for(Option::is_some)
-            .await
-            .ok()
-            .and_then(|limit| *limit);
-        // the sender is ours, so the wait cannot fail
-        limit.unwrap_or_default()
+    /// Waits until an operator has asked for a drain.
+    pub(super) async fn drain_begun(&self) {
+        self.managers.drain_begun().await;
     }
 
-    /// Takes nothing new, and waits until the managers have ended, at most for `limit`.
-    pub(super) async fn drain(&self, limit: Duration) {
-        self.notice(NoticePhase::Draining);
+    /// Takes nothing new; the managers may go on for `limit`, or less if that was said.
+    pub(super) fn begin_drain(&self, limit: Duration) {
         let managers = self.managers.begin_drain(limit);
         tracing::info!(managers, ?limit, "draining");
-        self.managers.finish_drain(limit).await;
+    }
+
+    /// Waits until the managers have ended, at most as long as they may go on.
+    pub(super) async fn finish_drain(&self) {
+        self.notice(NoticePhase::Draining);
+        self.managers.finish_drain().await;
     }
 
     /// Does what comes round again and again, until it is dropped.

@@ -18,6 +18,7 @@ use tonic_health::{
 use tower::util::MapResponseLayer;
 
 use super::{
+    descriptor_limit,
     exit::Exit,
     instance::{Instance, Sockets, StartError},
     panic,
@@ -62,6 +63,7 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     let life = Life::new();
     // a signal counts from before anything is bound
     let mut signals = StopSignals::new()?;
+    tracing::debug!(limit = descriptor_limit::raise(), "open descriptors");
     let mut instance = Instance::prepare(settings)?;
     let Sockets { grpc, channel } = instance.bind()?;
 
@@ -94,22 +96,24 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     let outcome = tokio::select! {
         signal = signals.next() => {
             tracing::info!(signal, "told to stop");
-            Ok(grace)
+            rooms.begin_drain(grace);
+            Ok(())
         }
-        limit = rooms.drain_asked() => Ok(limit),
+        () = rooms.drain_begun() => Ok(()),
         ended = &mut server => Err(ended_early(ended.map(|e| e.map_err(io::Error::other)))),
         ended = &mut channel => Err(ended_early(ended)),
         () = rooms.upkeep() => Err(StartError::setup("serve", "the upkeep ended by itself")),
     };
     set_health(&health, ServingStatus::NotServing).await;
-    if let Ok(limit) = outcome {
+    if outcome.is_ok() {
         advance(&life, Phase::Draining)?;
         tokio::select! {
-            () = rooms.drain(limit) => {}
+            () = rooms.finish_drain() => {}
             // told twice, somebody is in a hurry
             signal = signals.next() => {
                 tracing::info!(signal, "told to stop at once");
-                rooms.drain(Duration::ZERO).await;
+                rooms.begin_drain(Duration::ZERO);
+                rooms.finish_drain().await;
             }
         }
     }
@@ -122,7 +126,7 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     rooms.close();
     instance.close();
     advance(&life, Phase::Stopped)?;
-    outcome.map(drop)
+    outcome
 }
 
 fn ended_early(ended: Result<io::Result<()>, JoinError>) -> StartError {
@@ -166,10 +170,12 @@ fn with_reflection<L>(router: Router<L>) -> Result<Router<L>, StartError> {
         .add_service(builder().build_v1alpha().map_err(refused)?))
 }
 
-/// SIGTERM and SIGINT.
+/// SIGTERM, SIGINT, and SIGHUP: there is no configuration to read again, and a terminal
+/// that closes should end the daemon as cleanly as anybody else.
 struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
+    hangup: Signal,
 }
 
 impl StopSignals {
@@ -179,6 +185,7 @@ impl StopSignals {
         Ok(Self {
             terminate: handle(SignalKind::terminate())?,
             interrupt: handle(SignalKind::interrupt())?,
+            hangup: handle(SignalKind::hangup())?,
         })
     }
 
@@ -186,6 +193,7 @@ impl StopSignals {
         tokio::select! {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
+            _ = self.hangup.recv() => "SIGHUP",
         }
     }
 }

@@ -1,5 +1,7 @@
 //! What can go wrong with a manager.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use flextensord_device::{control::ControlError, device::DeviceError, kernel::KernelError};
 use flextensord_proto::name::NameError;
 
@@ -32,7 +34,10 @@ pub enum ManagerError {
         rule: String,
     },
     /// A living process owns the name.
-    #[error("manager {name:?} is owned by process {pid} since {since_ms} ms after the epoch")]
+    #[error(
+        "manager {name:?} is owned by process {pid} since {}",
+        humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(*since_ms))
+    )]
     Taken {
         /// The name.
         name: String,

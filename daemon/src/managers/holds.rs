@@ -121,6 +121,17 @@ pub async fn acquire(
     Ok((hold, model))
 }
 
+/// Checks that a hold is one of the manager's.
+///
+/// # Errors
+/// When it is unknown, or was given back.
+pub async fn check(manager: &Manager, hold: u64) -> Result<(), ManagerError> {
+    match manager.holds.lock().await.held.contains_key(&hold) {
+        true => Ok(()),
+        false => Err(ManagerError::UnknownHold { hold }),
+    }
+}
+
 /// Gives a hold back: all reads of its bytes have completed. Parts in `keep` stay in use
 /// for the fast path.
 ///

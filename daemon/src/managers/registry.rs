@@ -20,7 +20,7 @@ use flextensord_proto::{
     v1::{Draining, LeaseEvent, lease_ended::Reason, lease_event},
 };
 use tokio::{
-    sync::{Notify, mpsc},
+    sync::{Notify, mpsc, watch},
     task::JoinHandle,
     time,
 };
@@ -42,6 +42,8 @@ use crate::{
 
 /// Most names "default-N" that are tried.
 const DEFAULT_NAMES: usize = 1 << 16;
+/// Longest time that a drain may take; more makes no sense.
+const LONGEST_DRAIN: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How often memory of ended leases is looked at.
 const RECLAIM: Duration = Duration::from_millis(50);
 
@@ -127,7 +129,8 @@ pub struct Managers {
     names: Mutex<Names>,
     /// Ids and epochs: the generation in the high half, so that they grow over restarts.
     next: AtomicU64,
-    draining: AtomicBool,
+    /// Until when managers may go on, once the daemon drains.
+    drain: watch::Sender<Option<time::Instant>>,
     tasks: TaskTracker,
 }
 
@@ -151,7 +154,7 @@ impl Managers {
             on_end,
             names: Mutex::default(),
             next: AtomicU64::new(generation << 32 | 1),
-            draining: AtomicBool::new(false),
+            drain: watch::Sender::new(None),
             tasks: TaskTracker::new(),
         })
     }
@@ -213,7 +216,7 @@ impl Managers {
         if let Some(manager) = repeated {
             return Ok(self.lease(Arc::clone(manager)));
         }
-        if self.draining.load(SeqCst) {
+        if self.drain.borrow().is_some() {
             return Err(ManagerError::Draining);
         }
         if names.by_name.len() >= self.settings.limit {
@@ -313,10 +316,13 @@ impl Managers {
         }
     }
 
-    /// Takes no new managers, and tells the others until when they may go on. Returns
-    /// how many there are.
+    /// Takes no new managers and weights, and tells the managers until when they may go
+    /// on; of several drains the earliest end counts. Returns how many there are.
     pub fn begin_drain(&self, limit: Duration) -> usize {
-        self.draining.store(true, SeqCst);
+        let end = time::Instant::now() + limit.min(LONGEST_DRAIN);
+        self.drain
+            .send_modify(|drain| *drain = Some(drain.map_or(end, |other| other.min(end))));
+        self.weights.refuse_new();
         let list = self.list();
         let deadline_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
         for manager in &list {
@@ -325,10 +331,20 @@ impl Managers {
         list.len()
     }
 
-    /// Waits until no manager is left, at most for `limit`; ends those that are.
-    pub async fn finish_drain(&self, limit: Duration) {
-        let deadline = time::Instant::now() + limit;
-        while !self.names().by_name.is_empty() && time::Instant::now() < deadline {
+    /// Waits until a drain has begun.
+    pub async fn drain_begun(&self) {
+        // the sender is ours, so the wait cannot fail
+        let _: Result<_, _> = self.drain.subscribe().wait_for(Option::is_some).await;
+    }
+
+    /// Waits until no manager is left, at most until the drain's end; ends those that are.
+    pub async fn finish_drain(&self) {
+        let is_over = || {
+            self.drain
+                .borrow()
+                .is_none_or(|end| time::Instant::now() >= end)
+        };
+        while !self.names().by_name.is_empty() && !is_over() {
             time::sleep(Duration::from_millis(10)).await;
         }
         for manager in self.list() {

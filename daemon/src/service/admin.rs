@@ -16,7 +16,6 @@ use flextensord_proto::{
         TerminateManagerResponse, TransferCounters, admin_server::Admin, lease_ended::Reason,
     },
 };
-use tokio::sync::watch;
 use tokio_stream::Stream;
 use tonic::{Request, Response, Status};
 
@@ -47,8 +46,6 @@ pub struct AdminService {
     pub started: Instant,
     /// The daemon's life cycle.
     pub life: Life,
-    /// Asks the daemon to drain, within a time.
-    pub drain: watch::Sender<Option<Duration>>,
     /// How long a drain may take when nobody says.
     pub drain_grace: Duration,
     /// Answers to repeated calls of TerminateManager.
@@ -200,12 +197,6 @@ impl Admin for AdminService {
             millis => Duration::from_millis(millis),
         };
         let managers = self.managers.begin_drain(limit);
-        // a drain that is under way keeps its deadline
-        self.drain.send_if_modified(|asked| {
-            let first = asked.is_none();
-            *asked = asked.or(Some(limit));
-            first
-        });
         let managers = u32::try_from(managers).unwrap_or(u32::MAX);
         Ok(Response::new(DrainResponse { managers }))
     }

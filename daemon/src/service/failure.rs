@@ -64,6 +64,8 @@ impl From<WeightError> for Failure {
                 .with("what", what)
                 .with("limit", limit)
                 .with("remedy", "try again later"),
+            WeightError::Draining => daemon(Kind::Draining)
+                .with("remedy", "try again when the daemon's successor serves"),
             WeightError::Aborted { .. } => daemon(Kind::Aborted),
             WeightError::Timeout { seconds, .. } => {
                 daemon(Kind::DeadlineExceeded).with("limit", format!("{seconds} s"))
@@ -100,7 +102,10 @@ impl From<TicketError> for Failure {
         };
         let failure = Failure::new(kind, origin, error.to_string());
         match error {
-            TicketError::TooMany { limit, .. } => failure.with("limit", limit),
+            TicketError::TooMany { limit, .. } => failure.with("limit", limit).with(
+                "remedy",
+                "redeem the tickets, or wait a minute until they expire",
+            ),
             TicketError::Unknown | TicketError::Kind => failure
                 .with("field", "files")
                 .with("value", "(not shown)")
@@ -116,8 +121,12 @@ impl From<TicketError> for Failure {
 /// A failed system call. What the kernel has run out of may come back.
 #[must_use]
 pub fn kernel_failure(error: &KernelError) -> Failure {
-    let mut failure = Failure::new(Kind::Kernel, Origin::Kernel, error.to_string());
-    failure.retryable = error.is_exhausted();
+    let kind = if error.is_exhausted() {
+        Kind::TooMany
+    } else {
+        Kind::Kernel
+    };
+    let failure = Failure::new(kind, Origin::Kernel, error.to_string());
     match error.source.raw_os_error() {
         Some(code) => failure.with("errno", code),
         None => failure,

@@ -131,8 +131,10 @@ impl Offload for OffloadService {
             );
             Failure::new(Kind::ProtocolVersion, Origin::Client, text)
         })?;
-        if message.client.len() > limit::NAME_BYTES {
-            return Err(field("client", message.client.len(), "at most 128 bytes").into());
+        let client = &message.client;
+        if client.len() > limit::NAME_BYTES || client.chars().any(char::is_control) {
+            let rule = "at most 128 bytes without control characters";
+            return Err(field("client", format!("{:?}", request::cut(client)), rule).into());
         }
         let link_weight = match message.link_weight {
             0 => LINK_WEIGHT.0,
@@ -240,6 +242,10 @@ impl Offload for OffloadService {
             .acquires
             .once(peer.uid, &message.request_id, &content, work)
             .await?;
+        // the answer to a repeated call may tell of a hold that was given back since
+        holds::check(&manager, answer.hold)
+            .await
+            .map_err(Failure::from)?;
         Ok(Response::new(answer))
     }
 
@@ -277,17 +283,20 @@ impl Offload for OffloadService {
         &self,
         request: Request<ReportPassRequest>,
     ) -> Result<Response<ReportPassResponse>, Status> {
-        use std::sync::atomic::Ordering::Relaxed;
+        use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
         let manager = self.find(peer, &message.token)?;
         let figures = format!("{} {}", message.passes, message.waited_ns);
         let content: [&[u8]; 2] = [&message.token, figures.as_bytes()];
         let work = async {
-            manager.waited_ns.fetch_add(message.waited_ns, Relaxed);
-            let before = manager.passes.fetch_add(message.passes, Relaxed);
+            let add = |counter: &AtomicU64, more: u64| {
+                let sum = counter.fetch_update(Relaxed, Relaxed, |n| Some(n.saturating_add(more)));
+                sum.unwrap_or_else(|now| now).saturating_add(more)
+            };
+            add(&manager.waited_ns, message.waited_ns);
             Ok(ReportPassResponse {
-                passes: before.wrapping_add(message.passes),
+                passes: add(&manager.passes, message.passes),
             })
         };
         let answer = self

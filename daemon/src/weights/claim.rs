@@ -64,6 +64,9 @@ impl BuildProgress {
 impl WeightStore {
     /// Counts a load or put of `uid` for as long as the answer lives.
     pub(crate) fn admit(self: &Arc<Self>, uid: u32) -> Result<Call, WeightError> {
+        if self.refuses_new.load(Ordering::SeqCst) {
+            return Err(WeightError::Draining);
+        }
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         let total: usize = calls.values().sum();
         let own = calls.entry(uid).or_default();

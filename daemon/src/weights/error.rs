@@ -93,6 +93,9 @@ pub enum WeightError {
         /// What sets the limit.
         limited_by: String,
     },
+    /// The daemon takes nothing new.
+    #[error("the daemon drains and takes no new weights")]
+    Draining,
     /// Too many objects or calls.
     #[error("{what}: {limit} are there, the limit")]
     TooMany {

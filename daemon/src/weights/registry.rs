@@ -9,7 +9,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -67,6 +67,7 @@ pub struct WeightStore {
     pub(super) changed: Condvar,
     /// Loads and puts under way, by user.
     pub(super) calls: Mutex<BTreeMap<u32, usize>>,
+    pub(super) refuses_new: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -105,6 +106,7 @@ impl WeightStore {
             sets: Mutex::default(),
             changed: Condvar::new(),
             calls: Mutex::default(),
+            refuses_new: AtomicBool::new(false),
         }))
     }
 
@@ -226,6 +228,11 @@ impl WeightStore {
         // unmapping comes after the lock is given back
         drop(sets);
         freed
+    }
+
+    /// Builds no new sets: the daemon drains. Sets under way are finished.
+    pub fn refuse_new(&self) {
+        self.refuses_new.store(true, Ordering::SeqCst);
     }
 
     /// Removes all sets: the daemon stops. Their memory goes with its last holder.

@@ -49,6 +49,8 @@ pub(super) struct CpuMemory {
 impl CpuMemory {
     pub(super) fn new(claim: Claim, label: &Label, link: Arc<Link>) -> Result<Self, DeviceError> {
         let descriptor = memfd::create("flextensord-device", claim.bytes)?;
+        // who has a descriptor could else truncate it under the daemon and its neighbours
+        memfd::seal_size(descriptor.as_fd())?;
         let mapping = Mapping::new(descriptor.as_fd(), index(claim.bytes), Access::ReadWrite)?;
         mapping.write(0, &label.encode())?;
         Ok(Self {

@@ -196,6 +196,16 @@ mod tests {
     }
 
     #[test]
+    fn who_is_given_memory_cannot_change_its_size() {
+        let device = CpuDevice::new("t", 0, 1 << 20, None).unwrap();
+        let memory = device.allocate(8192, &label()).unwrap();
+        let given = memory.export().unwrap();
+        assert!(memfd::size_is_sealed(given.as_fd()).unwrap());
+        let writable = memfd::reopen(given.as_fd(), true).unwrap();
+        assert!(memfd::file(&writable).unwrap().set_len(0).is_err());
+    }
+
+    #[test]
     fn a_copy_outside_its_memory_or_over_its_label_is_refused() {
         let device = CpuDevice::new("t", 0, 1 << 20, None).unwrap();
         let memory = device.allocate(8192, &label()).unwrap();

@@ -45,7 +45,7 @@ struct Common {
     #[arg(long, global = true)]
     json: bool,
     /// How long a call may take
-    #[arg(long, global = true, value_name = "DURATION", value_parser = humantime::parse_duration, default_value = "30s")]
+    #[arg(long, global = true, value_name = "DURATION", value_parser = call_timeout, default_value = "30s")]
     timeout: Duration,
 }
 
@@ -123,5 +123,15 @@ fn run(Command { common, verb }: Command) -> Result<(), Failed> {
         Verb::Dump { name } => dump::print(&client, &output, name.as_deref()),
         Verb::Terminate { name, uid } => terminate::terminate(&client, &output, &name, uid),
         Verb::Drain { deadline } => drain::drain(&client, &output, deadline),
+    }
+}
+
+/// A limit for calls that no clock overflows at.
+fn call_timeout(text: &str) -> Result<Duration, String> {
+    let limit = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if (Duration::from_millis(1)..=Duration::from_secs(24 * 3600)).contains(&limit) {
+        Ok(limit)
+    } else {
+        Err("must be 1ms to 24h".to_owned())
     }
 }

@@ -65,7 +65,11 @@ impl Served {
 
     fn offer(&self, file: SourceFile) -> Vec<u8> {
         let SourceFile { name, file } = file;
-        let offered = OfferedFile { name, file };
+        let offered = OfferedFile {
+            name,
+            file,
+            connection: 0,
+        };
         self.tickets.offer(Self::peer(), offered).unwrap()
     }
 

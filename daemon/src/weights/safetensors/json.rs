@@ -8,9 +8,8 @@ use serde::{
     de::{Error as _, MapAccess, Visitor},
 };
 
-/// A tensor's entry in the header.
+/// A tensor's entry in the header. Other keys are ignored, as the reference reader does.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 pub(crate) struct Entry {
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
