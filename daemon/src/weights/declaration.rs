@@ -59,7 +59,10 @@ pub(crate) fn place(
             shape,
             bytes,
         };
-        owners.insert(tensor.name.clone(), owner);
+        if owners.insert(tensor.name.clone(), owner).is_some() {
+            let rule = "declared twice";
+            return Err(WeightError::argument("tensors.name", &tensor.name, rule));
+        }
     }
     let mut entries = Vec::with_capacity(declared.len());
     for tensor in declared {
