@@ -52,6 +52,16 @@ impl Process {
             .map(Self)
     }
 
+    /// Whether there is no process `pid` any more. `false` also when that cannot be told.
+    #[must_use]
+    pub fn is_gone(pid: u32) -> bool {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        pid.is_some_and(|pid| {
+            let opened = rustix::process::pidfd_open(pid, PidfdFlags::empty());
+            opened.is_err_and(|error| error == rustix::io::Errno::SRCH)
+        })
+    }
+
     /// The process at the other end of a connected unix socket (SO_PEERPIDFD, since
     /// Linux 6.5). `None` on older kernels, or when it is gone or invisible.
     #[must_use]
@@ -136,6 +146,8 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(process.has_exited());
+        assert!(Process::is_gone(child.id()));
+        assert!(!Process::is_gone(std::process::id()) && !Process::is_gone(0));
     }
 
     #[test]

@@ -46,6 +46,12 @@ pub enum ManagerError {
         /// Since when, in milliseconds since the Unix epoch.
         since_ms: u64,
     },
+    /// The caller has ended while its call was under way.
+    #[error("process {pid} has ended")]
+    OwnerGone {
+        /// The caller.
+        pid: u32,
+    },
     /// No such manager, or not the caller's to see.
     #[error("{field}: there is no manager {name:?}")]
     UnknownManager {

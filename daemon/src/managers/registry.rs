@@ -388,6 +388,10 @@ impl Managers {
         name: String,
         device: Arc<ManagedDevice>,
     ) -> Result<Manager, ManagerError> {
+        // a call may outlive its caller: its manager would have no owner
+        if Process::is_gone(peer.pid) {
+            return Err(ManagerError::OwnerGone { pid: peer.pid });
+        }
         let mut token = [0; 32];
         getrandom::fill(&mut token).map_err(|_| ManagerError::Random)?;
         let number = self.next.fetch_add(1, SeqCst);

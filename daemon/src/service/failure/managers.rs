@@ -66,6 +66,7 @@ impl From<ManagerError> for Failure {
                     .with("known", known)
             }
             // the value is a secret, of whomever it may be
+            E::OwnerGone { pid } => client(Kind::Aborted).with("pid", pid),
             E::LeaseLost => client(Kind::LeaseLost)
                 .with("field", "token")
                 .with("value", "(not shown)")
