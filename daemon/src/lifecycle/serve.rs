@@ -15,7 +15,7 @@ use tonic_health::{
     ServingStatus,
     server::{HealthReporter, health_reporter},
 };
-use tower::util::MapResponseLayer;
+use tower::util::{MapRequestLayer, MapResponseLayer};
 
 use super::{
     exit::Exit,
@@ -69,6 +69,7 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     let rooms = Rooms::new(&instance)?;
     let router = with_reflection(
         Server::builder()
+            .layer(MapRequestLayer::new(framing::unbroken))
             .layer(MapResponseLayer::new(framing::typed))
             .add_service(health_service),
     )?;
