@@ -2,23 +2,22 @@
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd},
     path::Path,
     time::Duration,
 };
 
 use flextensord_proto::limit;
-use nix::{
-    errno::Errno,
-    sys::{
-        socket::{
-            AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag,
-            SockType, UnixAddr, bind, connect, listen, recvmsg, sendmsg, setsockopt, socket,
-            sockopt::{ReceiveTimeout, SendTimeout},
-        },
-        time::{TimeVal, TimeValLike as _},
+use nix::sys::{
+    socket::{
+        AddressFamily, Backlog, ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr, bind,
+        connect, listen, sendmsg, setsockopt, socket,
+        sockopt::{ReceiveTimeout, SendTimeout},
     },
+    time::{TimeVal, TimeValLike as _},
 };
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
 
 use crate::kernel::KernelError;
 
@@ -108,40 +107,29 @@ pub fn send(
 /// `WouldBlock` when none waits; `InvalidData` when the packet or its descriptors
 /// did not fit (what came of them is closed).
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    const SPACE: usize = rustix::cmsg_space!(ScmRights(limit::PACKET_DESCRIPTORS));
     let mut packet = vec![0; limit::PACKET_BYTES];
-    let mut control = nix::cmsg_space!([RawFd; limit::PACKET_DESCRIPTORS]);
+    let mut space = [MaybeUninit::uninit(); SPACE];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut slices = [IoSliceMut::new(&mut packet)];
-    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-    let message = match recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut control), flags) {
+    let message = match recvmsg(socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
         // a reset connection is a gone peer as well
-        Err(Errno::ECONNRESET) => return Ok((Vec::new(), Vec::new())),
+        Err(rustix::io::Errno::CONNRESET) => return Ok((Vec::new(), Vec::new())),
         other => other?,
     };
-    let mut descriptors = Vec::new();
-    let mut whole = !message
-        .flags
-        .intersects(MsgFlags::MSG_CTRUNC | MsgFlags::MSG_TRUNC);
-    match message.cmsgs() {
-        Ok(parts) => {
-            for part in parts {
-                if let ControlMessageOwned::ScmRights(raw) = part {
-                    // SAFETY: the kernel has installed these descriptors for this very
-                    // message; nobody else owns them.
-                    descriptors.extend(
-                        raw.into_iter()
-                            .map(|raw| unsafe { OwnedFd::from_raw_fd(raw) }),
-                    );
-                }
-            }
-        }
-        Err(_) => whole = false,
-    }
-    let bytes = message.bytes;
-    if !whole {
+    let rights = control.drain().filter_map(|part| match part {
+        RecvAncillaryMessage::ScmRights(rights) => Some(rights),
+        _ => None,
+    });
+    let descriptors: Vec<OwnedFd> = rights.flatten().collect();
+    let cut = ReturnFlags::CTRUNC | ReturnFlags::TRUNC;
+    // the space has a little slack
+    let over = descriptors.len() > limit::PACKET_DESCRIPTORS;
+    if over || message.flags.intersects(cut) {
         let text = "packet or its descriptors are over the limit";
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
-    packet.truncate(bytes);
+    packet.truncate(message.bytes);
     Ok((packet, descriptors))
 }
 
@@ -179,6 +167,22 @@ mod tests {
     use std::{fs::File, io::Read as _};
 
     use super::*;
+
+    #[test]
+    fn descriptors_over_the_limit_are_closed() {
+        let (one, two) = pair().unwrap();
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let file = tempfile::tempfile().unwrap();
+        let many = vec![file.as_fd(); limit::PACKET_DESCRIPTORS + 1];
+        let before = open();
+        for _ in 0..20 {
+            send(one.as_fd(), b"x", &many).unwrap();
+            let error = receive(two.as_fd()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        }
+        // other tests open a few meanwhile
+        assert!(open() < before + 20 * limit::PACKET_DESCRIPTORS);
+    }
 
     #[test]
     fn a_packet_arrives_whole_with_its_descriptor() {

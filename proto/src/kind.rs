@@ -6,6 +6,11 @@ use std::{collections::HashMap, fmt};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
+/// Most bytes of a message and of a detail: a status travels in headers, which clients
+/// take up to 8 KiB of.
+const TEXT_BYTES: usize = 768;
+const DETAIL_BYTES: usize = 512;
+
 /// The `domain` of every `ErrorInfo` that the daemon sends.
 pub const DOMAIN: &str = "flextensord";
 
@@ -212,10 +217,24 @@ impl std::error::Error for Failure {}
 impl From<Failure> for Status {
     fn from(failure: Failure) -> Self {
         let mut metadata = failure.details;
+        metadata
+            .values_mut()
+            .for_each(|value| cut(value, DETAIL_BYTES));
         metadata.insert("origin".to_owned(), failure.origin.as_str().to_owned());
         metadata.insert("retryable".to_owned(), failure.retryable.to_string());
         let details = ErrorDetails::with_error_info(failure.kind.as_str(), DOMAIN, metadata);
-        Status::with_error_details(failure.kind.code(), failure.message, details)
+        let mut message = failure.message;
+        cut(&mut message, TEXT_BYTES);
+        Status::with_error_details(failure.kind.code(), message, details)
+    }
+}
+
+/// Shortens a text that is over the limit, between two characters.
+fn cut(text: &mut String, limit: usize) {
+    const MARK: &str = "…";
+    if text.len() > limit {
+        text.truncate(text.floor_char_boundary(limit - MARK.len()));
+        text.push_str(MARK);
     }
 }
 
@@ -232,6 +251,25 @@ mod tests {
             assert_eq!(Failure::from_status(&status), Some(sent));
             assert!(!kind.meaning().trim().is_empty());
         }
+    }
+
+    #[test]
+    fn a_status_stays_within_the_headers_that_clients_take() {
+        let long = "ä".repeat(100_000);
+        let sent = Failure::new(Kind::NotFound, Origin::Client, long.clone());
+        let sent = ["value", "layer", "tensor", "rule"]
+            .iter()
+            .fold(sent, |failure, name| failure.with(name, &long));
+        let status = Status::from(sent);
+        let got = Failure::from_status(&status).unwrap();
+        assert!(got.message.len() <= TEXT_BYTES && got.message.ends_with("ä…"));
+        assert!(
+            got.details
+                .values()
+                .all(|value| value.len() <= DETAIL_BYTES)
+        );
+        // a byte of text may take three in its header, four thirds in the details
+        assert!(3 * got.message.len() + status.details().len() * 4 / 3 < 8000);
     }
 
     #[test]

@@ -109,7 +109,7 @@ impl Daemon {
             shm,
             instance: instance.to_owned(),
         };
-        eventually("the daemon serves", SOON, || daemon.client().ok())?;
+        eventually("the daemon serves", SOON, || daemon.status().ok())?;
         Ok(daemon)
     }
 

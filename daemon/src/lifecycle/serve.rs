@@ -15,7 +15,7 @@ use tonic_health::{
     ServingStatus,
     server::{HealthReporter, health_reporter},
 };
-use tower::util::MapResponseLayer;
+use tower::util::{MapRequestLayer, MapResponseLayer};
 
 use super::{
     descriptor_limit,
@@ -74,6 +74,7 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     // a client that cancels many calls at once must not lose its lease with its connection
     let mut server = Server::builder()
         .http2_max_pending_accept_reset_streams(Some(RESETS))
+        .layer(MapRequestLayer::new(framing::unbroken))
         .layer(MapResponseLayer::new(framing::typed));
     let router = with_reflection(server.add_service(health_service))?;
     let router = rooms.serve_in(router, &instance, &life);

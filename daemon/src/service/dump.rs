@@ -52,18 +52,24 @@ fn record(kind: &str, name: &str, body: &Value) -> DumpRecord {
 }
 
 fn paged(kind: &str, name: &str, entries: Vec<Value>, records: &mut Vec<DumpRecord>) {
-    let (mut page, mut bytes) = (Vec::new(), 0);
-    for entry in entries {
-        let more = entry.to_string().len() + 1;
-        if bytes + more > ENTRIES_BYTES && !page.is_empty() {
-            records.push(record(kind, name, &Value::Array(std::mem::take(&mut page))));
-            bytes = 0;
+    let mut push = |page: &mut String| {
+        page.push(']');
+        records.push(DumpRecord {
+            kind: kind.to_owned(),
+            name: name.to_owned(),
+            json: std::mem::take(page),
+        });
+    };
+    let mut page = String::new();
+    for entry in entries.iter().map(Value::to_string) {
+        if page.len() + entry.len() > ENTRIES_BYTES && !page.is_empty() {
+            push(&mut page);
         }
-        bytes += more;
-        page.push(entry);
+        page.push(if page.is_empty() { '[' } else { ',' });
+        page.push_str(&entry);
     }
     if !page.is_empty() {
-        records.push(record(kind, name, &Value::Array(page)));
+        push(&mut page);
     }
 }
 

@@ -1,11 +1,33 @@
-//! Refusals that the gRPC library makes before a service sees the request, in the form of
-//! all others.
+//! What the gRPC library decides before a service sees a request, put right: refusals in the
+//! form of all others, and cancelled streams told from those that have ended.
 
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     limit,
 };
-use tonic::{Code, Status, body::Body, codegen::http::Response};
+use http_body_util::BodyExt as _;
+use tonic::{
+    Code, Status,
+    body::Body,
+    codegen::http::{Request, Response},
+};
+
+/// The library takes a stream that its caller cancelled for one that has ended, so that
+/// half a request would pass for a whole one. With this it is an error.
+#[must_use]
+pub fn unbroken(request: Request<Body>) -> Request<Body> {
+    request.map(|body| Body::new(body.map_err(broken)))
+}
+
+fn broken(status: Status) -> Status {
+    match status.code() {
+        Code::Cancelled => {
+            let text = "the stream of the request was cancelled";
+            Failure::new(Kind::Aborted, Origin::Client, text).into()
+        }
+        _ => status,
+    }
+}
 
 /// Gives a refusal without details, because of a message over the limit or one that is no
 /// message of the call, the details that all refusals have. Other answers pass.
