@@ -223,7 +223,7 @@ fn two_managers_are_served_across_the_death_of_their_daemon() {
 }
 
 #[test]
-fn a_sleeping_client_is_always_woken_unless_a_wait_before_was_given_up() {
+fn a_sleeping_client_is_woken_unless_a_wait_was_given_up_or_the_daemon_died() {
     let setting = Setting {
         sleeps: true,
         ..Setting::new(Kind::Cpu)
@@ -239,14 +239,19 @@ fn a_sleeping_client_is_always_woken_unless_a_wait_before_was_given_up() {
     };
     let verdict = explore(&gives_up);
     assert!(matches!(verdict, Verdict::Deadlock(_)), "{verdict:?}");
-    // sleeping only on "empty" would need no second look
-    holds(
-        "sleeps on empty",
-        Setting {
-            sleeps_on_empty: true,
-            ..gives_up
-        },
-    );
+    // sleeping only on "empty" needs no second look for that
+    let on_empty = Setting {
+        sleeps_on_empty: true,
+        ..gives_up
+    };
+    holds("sleeps on empty", on_empty);
+    // but for a daemon that dies between a publication and the waking that belongs to it
+    let verdict = explore(&Setting {
+        deaths: 1,
+        gives_up: false,
+        ..on_empty
+    });
+    assert!(matches!(verdict, Verdict::Deadlock(_)), "{verdict:?}");
 }
 
 #[test]

@@ -205,11 +205,11 @@ fn stream_part(shared: &Shared, part: u32) {
     word.fetch_and(!0xffff_ffff, shared.order);
 }
 
-/// Runs a model with at most three preemptions, or as many as `LOOM_MAX_PREEMPTIONS`
+/// Runs a model with at most four preemptions, or as many as `LOOM_MAX_PREEMPTIONS`
 /// says, which loom itself reads.
 fn check(model: impl Fn() + Sync + Send + 'static) {
     let mut builder = Builder::new();
-    let preemptions = *builder.preemption_bound.get_or_insert(3);
+    let preemptions = *builder.preemption_bound.get_or_insert(4);
     builder.max_branches = 20_000;
     let runs = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let counted = std::sync::Arc::clone(&runs);
