@@ -19,8 +19,9 @@ use crate::{
     process::{Guarded, binary},
 };
 
-/// How long a reader may be silent before it counts as stuck.
-pub const SILENCE: Duration = Duration::from_secs(120);
+/// How long a reader may be silent before it counts as stuck. It bounds each of its own
+/// waits itself, so this is only for a machine that hardly lets it run.
+pub const SILENCE: Duration = Duration::from_secs(600);
 
 /// What a reader is told: the flags of the binary `reader`.
 #[derive(Debug, Clone)]
@@ -107,8 +108,12 @@ impl Reader {
     /// # Errors
     /// When another one comes, the reader ends, or nothing comes for long.
     pub fn expect(&self, name: &str) -> Result<Value, SceneError> {
-        let event = self.events.recv_timeout(SILENCE).map_err(|_| {
-            SceneError::Unexpected(format!("reader {}: no event {name:?}", self.pid()))
+        let event = self.events.recv_timeout(SILENCE).map_err(|why| {
+            let why = match why {
+                mpsc::RecvTimeoutError::Timeout => "it is silent",
+                mpsc::RecvTimeoutError::Disconnected => "it has ended",
+            };
+            SceneError::Unexpected(format!("reader {}: no event {name:?}: {why}", self.pid()))
         })?;
         if event["event"] == name {
             return Ok(event);

@@ -208,9 +208,9 @@ impl Stream {
         match submitted {
             Ok(ticket) => self.last = ticket,
             Err(error) => {
-                if pending.done == 0 {
-                    self.filler.withdraw(pending.part);
-                }
+                // pieces that were taken may still arrive; what is queued behind them in
+                // their place arrives later
+                self.filler.withdraw(pending.part);
                 self.pending = None;
                 return Err(error);
             }
