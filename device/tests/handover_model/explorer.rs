@@ -224,27 +224,38 @@ pub(crate) fn explore_and(setting: &Setting, mut visit: impl FnMut(&World)) -> V
 }
 
 /// A state, the first to be reached, from which the client cannot come out of its wait
-/// by anything that the others or itself should do: giving up and deaths do not count.
+/// by anything that the others or itself should do: chances and deaths do not count.
 fn stuck(graph: &Graph, manager: u8) -> Option<u32> {
     let count = graph.states.len();
-    let mut into = vec![Vec::new(); count];
-    let mut good: Vec<bool> = Vec::with_capacity(count);
-    let mut todo = Vec::new();
-    for state in 0..u32::try_from(count).unwrap_or(NONE) {
-        for (actor, target) in graph.out(state) {
-            if !matches!(actor, Actor::Death | Actor::Chance) {
-                into[*target as usize].push(state);
-            }
-        }
-        let world = &graph.states[state as usize];
-        let free = !client::is_blocked(&world.managers[usize::from(manager)].client);
-        good.push(free);
-        if free {
-            todo.push(state);
+    let all = 0..u32::try_from(count).unwrap_or(NONE);
+    let counted = |actor: &Actor| !matches!(actor, Actor::Death | Actor::Chance);
+    // the steps backwards: those into a state stand from `begins[state]` on
+    let mut begins = vec![0u32; count + 1];
+    for (_, target) in graph.steps.iter().filter(|(actor, _)| counted(actor)) {
+        begins[*target as usize] += 1;
+    }
+    let mut sum = 0;
+    for begin in &mut begins {
+        sum += *begin;
+        *begin = sum;
+    }
+    let mut into = vec![NONE; sum as usize];
+    for state in all.clone() {
+        for (_, target) in graph.out(state).iter().filter(|(actor, _)| counted(actor)) {
+            let begin = &mut begins[*target as usize];
+            *begin -= 1;
+            into[*begin as usize] = state;
         }
     }
+    let blocked = |state: &u32| {
+        let world = &graph.states[*state as usize];
+        client::is_blocked(&world.managers[usize::from(manager)].client)
+    };
+    let mut good: Vec<bool> = all.clone().map(|state| !blocked(&state)).collect();
+    let mut todo: Vec<u32> = all.filter(|state| !blocked(state)).collect();
     while let Some(state) = todo.pop() {
-        for &before in &into[state as usize] {
+        let (from, to) = (begins[state as usize], begins[state as usize + 1]);
+        for &before in &into[from as usize..to as usize] {
             if !std::mem::replace(&mut good[before as usize], true) {
                 todo.push(before);
             }

@@ -190,7 +190,7 @@ fn a_manager_neither_stalls_nor_reads_other_bytes_when_the_client_beside_it_dies
         Setting {
             managers: 2,
             ranges: ONE_PLACE,
-            program: Program::Free(1),
+            program: Program::Order(&[0, 1]),
             mortal_clients: 1,
             queued: 1,
             ..Setting::new(Kind::Cpu)

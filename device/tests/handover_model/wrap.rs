@@ -24,7 +24,7 @@ use super::{
 fn size(kind: Kind, base: u32, modulus: u8) -> (usize, usize) {
     let setting = Setting {
         sequences: Sequences { base, modulus },
-        deaths: u8::from(modulus < 4),
+        deaths: u8::from(kind == Kind::Stream && modulus < 4),
         ..Setting::new(kind)
     };
     match explore(&setting) {
