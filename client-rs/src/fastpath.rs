@@ -10,6 +10,7 @@ use flextensord_device::{
     control::ControlPage,
     handover::{self, Cells as _},
 };
+use flextensord_proto::layout::State;
 
 use crate::{
     error::ClientError,
@@ -155,7 +156,11 @@ impl Plane {
             }
             // after `want`: an engine that goes to sleep says so first and looks then
             self.lease.wake_engine();
-            ControlPage::wait_change(&self.control, part, seen, left.min(SLICE));
+            // one that was full and could not be taken was revoked: by now it may be full
+            // again, with its wake-up spent, so only an empty one is slept on
+            if seen.state() != Some(State::Full) {
+                ControlPage::wait_change(&self.control, part, seen, left.min(SLICE));
+            }
         }
     }
 }

@@ -112,7 +112,7 @@ impl<J: Journal> Filler<J> {
         let word = cells.load(part);
         let current = word.sequence() == self.journal.issued(part);
         match word.state() {
-            Some(State::Empty) if current => Sight::Empty,
+            Some(State::Empty) if word.is_empty(self.journal.issued(part)) => Sight::Empty,
             Some(State::Empty) => Sight::Filling,
             Some(State::Full) if current => Sight::Full,
             Some(State::InUse) if current => Sight::InUse,
