@@ -4,12 +4,16 @@
 //! - [`manager`]: one manager and its lease;
 //! - [`registration`]: from layers to a plan with memory;
 //! - [`model`]: what was registered;
+//! - [`lease`]: its streams, and the process behind them;
+//! - `drain`: the end of the daemon as managers see it;
 //! - [`holds`]: holds taken over RPC;
 //! - [`record`]: what a successor needs;
 //! - [`error`]: what can go wrong.
 
+mod drain;
 pub mod error;
 pub mod holds;
+pub mod lease;
 pub mod manager;
 pub mod model;
 pub mod record;

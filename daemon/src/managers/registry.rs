@@ -13,14 +13,10 @@ use std::{
 use flextensord_device::{
     doorbell::Doorbell,
     process::{self, Peer, Process},
-    readiness::Watched,
 };
-use flextensord_proto::{
-    limit, name,
-    v1::{Draining, LeaseEvent, lease_ended::Reason, lease_event},
-};
+use flextensord_proto::{limit, name, v1::lease_ended::Reason};
 use tokio::{
-    sync::{Notify, mpsc, watch},
+    sync::{Notify, watch},
     task::JoinHandle,
     time,
 };
@@ -28,6 +24,7 @@ use tokio_util::task::TaskTracker;
 
 use super::{
     error::ManagerError,
+    lease::OpenLease,
     manager::{Lease, Manager, Token},
     registration,
 };
@@ -42,8 +39,6 @@ use crate::{
 
 /// Most names "default-N" that are tried.
 const DEFAULT_NAMES: usize = 1 << 16;
-/// Longest time that a drain may take; more makes no sense.
-const LONGEST_DRAIN: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How often memory of ended leases is looked at.
 const RECLAIM: Duration = Duration::from_millis(50);
 
@@ -75,36 +70,10 @@ pub struct OpenRequest {
     pub link_weight: u32,
 }
 
-/// A manager with a stream of its lease's events.
-#[derive(Debug)]
-pub struct OpenLease {
-    /// The manager.
-    pub manager: Arc<Manager>,
-    /// Its events; dropping it loses the stream.
-    pub events: LeaseStream,
-}
-
-/// Receives lease events; when dropped, the owner has the grace time to resume.
-#[derive(Debug)]
-pub struct LeaseStream {
-    /// The events.
-    pub events: mpsc::Receiver<LeaseEvent>,
-    manager: Arc<Manager>,
-    managers: Weak<Managers>,
-    number: u64,
-}
-
-impl Drop for LeaseStream {
-    fn drop(&mut self) {
-        if let Some(managers) = self.managers.upgrade() {
-            managers.stream_lost(&self.manager, self.number);
-        }
-    }
-}
-
+/// Managers by name and by token.
 #[derive(Debug, Default)]
-struct Names {
-    by_name: HashMap<(u32, String), Arc<Manager>>,
+pub(super) struct Names {
+    pub(super) by_name: HashMap<(u32, String), Arc<Manager>>,
     by_token: HashMap<Token, Arc<Manager>>,
 }
 
@@ -120,7 +89,7 @@ impl fmt::Debug for OnEnd {
 /// All managers of the daemon.
 #[derive(Debug)]
 pub struct Managers {
-    this: Weak<Managers>,
+    pub(super) this: Weak<Managers>,
     settings: ManagerSettings,
     devices: Vec<Arc<ManagedDevice>>,
     weights: Arc<WeightStore>,
@@ -130,8 +99,8 @@ pub struct Managers {
     /// Ids and epochs: the generation in the high half, so that they grow over restarts.
     next: AtomicU64,
     /// Until when managers may go on, once the daemon drains.
-    drain: watch::Sender<Option<time::Instant>>,
-    tasks: TaskTracker,
+    pub(super) drain: watch::Sender<Option<time::Instant>>,
+    pub(super) tasks: TaskTracker,
 }
 
 impl Managers {
@@ -316,44 +285,6 @@ impl Managers {
         }
     }
 
-    /// Takes no new managers and weights, and tells the managers until when they may go
-    /// on; of several drains the earliest end counts. Returns how many there are.
-    pub fn begin_drain(&self, limit: Duration) -> usize {
-        let end = time::Instant::now() + limit.min(LONGEST_DRAIN);
-        self.drain
-            .send_modify(|drain| *drain = Some(drain.map_or(end, |other| other.min(end))));
-        self.weights.refuse_new();
-        let list = self.list();
-        let deadline_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
-        for manager in &list {
-            manager.tell(lease_event::Event::Draining(Draining { deadline_ms }));
-        }
-        list.len()
-    }
-
-    /// Waits until a drain has begun.
-    pub async fn drain_begun(&self) {
-        // the sender is ours, so the wait cannot fail
-        let _: Result<_, _> = self.drain.subscribe().wait_for(Option::is_some).await;
-    }
-
-    /// Waits until no manager is left, at most until the drain's end; ends those that are.
-    pub async fn finish_drain(&self) {
-        let is_over = || {
-            self.drain
-                .borrow()
-                .is_none_or(|end| time::Instant::now() >= end)
-        };
-        while !self.names().by_name.is_empty() && !is_over() {
-            time::sleep(Duration::from_millis(10)).await;
-        }
-        for manager in self.list() {
-            self.end(&manager, Reason::Stopping);
-        }
-        self.tasks.close();
-        self.tasks.wait().await;
-    }
-
     /// Frees memory of ended leases as its last holders go; `retired` tells when there is
     /// some. Runs until cancelled.
     pub async fn reclaim(&self, retired: &Notify) {
@@ -437,56 +368,7 @@ impl Managers {
         })
     }
 
-    fn lease(&self, manager: Arc<Manager>) -> OpenLease {
-        let (number, events) = manager.new_stream();
-        let events = LeaseStream {
-            events,
-            manager: Arc::clone(&manager),
-            managers: Weak::clone(&self.this),
-            number,
-        };
-        OpenLease { manager, events }
-    }
-
-    /// Ends the manager as soon as its owner's process ends.
-    fn watch(&self, manager: &Arc<Manager>) {
-        let watched = manager
-            .process
-            .as_ref()
-            .and_then(|process| process.try_clone().ok());
-        let Some(pidfd) = watched.and_then(|p| Watched::new(p.into_descriptor()).ok()) else {
-            return;
-        };
-        let (this, manager) = (Weak::clone(&self.this), Arc::clone(manager));
-        tokio::spawn(async move {
-            tokio::select! {
-                () = manager.ended.cancelled() => return,
-                _ = pidfd.readable() => {}
-            }
-            if let Some(this) = this.upgrade() {
-                this.end(&manager, Reason::Fenced);
-            }
-        });
-    }
-
-    fn stream_lost(&self, manager: &Arc<Manager>, number: u64) {
-        if manager.ended.is_cancelled() || !manager.stream_lost(number) {
-            return;
-        }
-        let (this, manager) = (Weak::clone(&self.this), Arc::clone(manager));
-        let grace = self.settings.resume_grace;
-        tokio::spawn(async move {
-            tokio::select! {
-                () = manager.ended.cancelled() => return,
-                () = time::sleep(grace) => {}
-            }
-            if let Some(this) = this.upgrade().filter(|_| manager.is_lost(number)) {
-                this.end(&manager, Reason::Fenced);
-            }
-        });
-    }
-
-    fn names(&self) -> MutexGuard<'_, Names> {
+    pub(super) fn names(&self) -> MutexGuard<'_, Names> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -29,10 +29,11 @@ use crate::{
     managers::{
         error::ManagerError,
         holds,
+        lease::OpenLease,
         manager::Manager,
         model::{LayerSpec, Model},
         registration::{self, Budget, Registration},
-        registry::{Managers, OpenLease, OpenRequest},
+        registry::{Managers, OpenRequest},
     },
 };
 

@@ -1,0 +1,51 @@
+//! The end of a daemon as its managers see it.
+
+use std::time::Duration;
+
+use flextensord_proto::v1::{Draining, lease_ended::Reason, lease_event};
+use tokio::time;
+
+use super::registry::Managers;
+
+/// Longest time that a drain may take; more makes no sense.
+const LONGEST_DRAIN: Duration = Duration::from_secs(365 * 24 * 3600);
+
+impl Managers {
+    /// Takes no new managers and weights, and tells the managers until when they may go
+    /// on; of several drains the earliest end counts. Returns how many there are.
+    pub fn begin_drain(&self, limit: Duration) -> usize {
+        let end = time::Instant::now() + limit.min(LONGEST_DRAIN);
+        self.drain
+            .send_modify(|drain| *drain = Some(drain.map_or(end, |other| other.min(end))));
+        self.weights().refuse_new();
+        let list = self.list();
+        let deadline_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        for manager in &list {
+            manager.tell(lease_event::Event::Draining(Draining { deadline_ms }));
+        }
+        list.len()
+    }
+
+    /// Waits until a drain has begun.
+    pub async fn drain_begun(&self) {
+        // the sender is ours, so the wait cannot fail
+        let _: Result<_, _> = self.drain.subscribe().wait_for(Option::is_some).await;
+    }
+
+    /// Waits until no manager is left, at most until the drain's end; ends those that are.
+    pub async fn finish_drain(&self) {
+        let is_over = || {
+            self.drain
+                .borrow()
+                .is_none_or(|end| time::Instant::now() >= end)
+        };
+        while !self.names().by_name.is_empty() && !is_over() {
+            time::sleep(Duration::from_millis(10)).await;
+        }
+        for manager in self.list() {
+            self.end(&manager, Reason::Stopping);
+        }
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+}
