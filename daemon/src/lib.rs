@@ -9,7 +9,8 @@
 //! - [`transfer`]: device memory and the engine that fills it;
 //! - [`channel`]: the descriptor channel and its tickets;
 //! - [`service`]: gRPC to the domain and back;
-//! - [`lifecycle`]: instance lock, start, phases, drain;
+//! - [`phase`]: the life cycle as a value;
+//! - [`lifecycle`]: instance lock, start, drain, stop;
 //! - [`doctor`]: what is wrong with this machine;
 //! - [`cli`]: the command line.
 #![forbid(unsafe_code)]
@@ -20,6 +21,7 @@ pub mod configuration;
 pub mod doctor;
 pub mod lifecycle;
 pub mod managers;
+pub mod phase;
 pub mod plan;
 pub mod service;
 pub mod state;

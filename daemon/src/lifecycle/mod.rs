@@ -1,6 +1,5 @@
 //! From start to stop: who may serve an instance, where, and in which phase it is.
 //!
-//! - [`phase`]: the life cycle as a value that can be watched;
 //! - [`directory`], [`lock`], [`socket`], [`generation`]: what belongs to one daemon
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
@@ -17,11 +16,10 @@ pub mod instance;
 pub mod lock;
 pub mod logging;
 pub mod panic;
-pub mod phase;
 mod rooms;
 pub mod serve;
 pub mod socket;
 
+pub use crate::phase::{Life, Phase};
 pub use exit::Exit;
 pub use instance::{Instance, Sockets, StartError};
-pub use phase::{Life, Phase};

@@ -22,10 +22,13 @@ use super::{
     exit::Exit,
     instance::{Instance, Sockets, StartError},
     panic,
-    phase::{Life, Phase},
     rooms::{self, Rooms},
 };
-use crate::{configuration::Settings, service::framing};
+use crate::{
+    configuration::Settings,
+    phase::{Life, Phase},
+    service::framing,
+};
 
 /// How long connections that are still open may hold up a stop that has drained: a
 /// client's watch of our health would otherwise hold it up for ever.

@@ -21,8 +21,8 @@ use tonic::{Request, Response, Status};
 
 use super::{caller, dump, idempotency::Idempotency, request, weights::weight_set_message};
 use crate::{
-    lifecycle::phase::Life,
     managers::{error::ManagerError, manager::Manager, registry::Managers},
+    phase::Life,
     plan::Place,
     transfer::{
         counters::{Counters, now_ms},
