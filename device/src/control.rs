@@ -11,6 +11,7 @@ use flextensord_proto::layout::{self, WANT_NONE, Word};
 use crate::{
     futex,
     handover::{self, Cells},
+    header,
     kernel::KernelError,
     mapping::{Access, Mapping, RangeError},
     memfd,
@@ -69,19 +70,7 @@ impl ControlPage {
         let descriptor = memfd::create("flextensord-control", size as u64)?;
         memfd::seal_size(descriptor.as_fd())?;
         let mapping = Mapping::new(descriptor.as_fd(), size, Access::ReadWrite)?;
-        mapping
-            .word64(layout::MAGIC)?
-            .store(layout::CONTROL_MAGIC, SeqCst);
-        mapping
-            .word32(layout::VERSION)?
-            .store(layout::LAYOUT_VERSION, SeqCst);
-        mapping.word32(layout::PARTS)?.store(identity.parts, SeqCst);
-        mapping
-            .word64(layout::LEASE_EPOCH)?
-            .store(identity.lease_epoch, SeqCst);
-        mapping
-            .word64(layout::PLAN_VERSION)?
-            .store(identity.plan_version, SeqCst);
+        header::write(&mapping, layout::CONTROL_MAGIC, identity)?;
         mapping.word32(layout::WANT)?.store(WANT_NONE, SeqCst);
         Ok(Self {
             descriptor,
@@ -100,42 +89,7 @@ impl ControlPage {
         }
         let size = layout::control_bytes(identity.parts);
         let mapping = Mapping::new(descriptor.as_fd(), size, Access::ReadWrite)?;
-        let fields = [
-            (
-                "magic",
-                mapping.load64(layout::MAGIC)?,
-                layout::CONTROL_MAGIC,
-            ),
-            (
-                "layout version",
-                mapping.load32(layout::VERSION)?.into(),
-                layout::LAYOUT_VERSION.into(),
-            ),
-            (
-                "parts",
-                mapping.load32(layout::PARTS)?.into(),
-                identity.parts.into(),
-            ),
-            (
-                "lease epoch",
-                mapping.load64(layout::LEASE_EPOCH)?,
-                identity.lease_epoch,
-            ),
-            (
-                "plan version",
-                mapping.load64(layout::PLAN_VERSION)?,
-                identity.plan_version,
-            ),
-        ];
-        for (what, found, expected) in fields {
-            if found != expected {
-                return Err(ControlError::Header {
-                    what,
-                    found,
-                    expected,
-                });
-            }
-        }
+        header::check(&mapping, layout::CONTROL_MAGIC, identity)?;
         Ok(Self {
             descriptor,
             mapping,

@@ -15,6 +15,7 @@ use rustix::fs::FallocateFlags;
 use crate::{
     control::{ControlError, ControlIdentity},
     handover::Journal,
+    header,
     kernel::KernelError,
     mapping::{Access, Mapping},
 };
@@ -48,19 +49,7 @@ impl JournalFile {
             rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size as u64)
                 .map_err(|e| KernelError::new(operation(), e))?;
             let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
-            mapping
-                .word64(layout::MAGIC)?
-                .store(layout::JOURNAL_MAGIC, SeqCst);
-            mapping
-                .word32(layout::VERSION)?
-                .store(layout::LAYOUT_VERSION, SeqCst);
-            mapping.word32(layout::PARTS)?.store(identity.parts, SeqCst);
-            mapping
-                .word64(layout::LEASE_EPOCH)?
-                .store(identity.lease_epoch, SeqCst);
-            mapping
-                .word64(layout::PLAN_VERSION)?
-                .store(identity.plan_version, SeqCst);
+            header::write(&mapping, layout::JOURNAL_MAGIC, identity)?;
             Ok::<_, ControlError>(mapping)
         })();
         match filled {

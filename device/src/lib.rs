@@ -19,6 +19,7 @@ pub mod doorbell;
 pub mod fork;
 pub mod futex;
 pub mod handover;
+mod header;
 pub mod journal;
 pub mod kernel;
 pub mod mapping;

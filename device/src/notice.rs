@@ -9,6 +9,7 @@ use flextensord_proto::layout;
 
 use crate::{
     control::ControlError,
+    header,
     kernel::KernelError,
     mapping::{Access, Mapping},
     memfd,
@@ -98,27 +99,7 @@ impl NoticeView {
     /// When it is no notice page of this version.
     pub fn open(descriptor: OwnedFd, engine: usize) -> Result<Self, ControlError> {
         let mapping = Mapping::new(descriptor.as_fd(), layout::NOTICE_BYTES, Access::Read)?;
-        let fields = [
-            (
-                "magic",
-                mapping.load64(layout::MAGIC)?,
-                layout::NOTICE_MAGIC,
-            ),
-            (
-                "layout version",
-                mapping.load32(layout::VERSION)?.into(),
-                layout::LAYOUT_VERSION.into(),
-            ),
-        ];
-        for (what, found, expected) in fields {
-            if found != expected {
-                return Err(ControlError::Header {
-                    what,
-                    found,
-                    expected,
-                });
-            }
-        }
+        header::check_kind(&mapping, layout::NOTICE_MAGIC)?;
         let asleep = asleep_offset(engine);
         mapping.load32(asleep)?;
         Ok(Self { mapping, asleep })
