@@ -259,7 +259,7 @@ fn registrations_that_break_a_rule_leave_the_manager_free_to_try_again() {
 fn a_layer_too_large_for_one_answer_is_refused_at_its_registration() {
     let daemon = Daemon::start(&[]).unwrap();
     let client = daemon.client().unwrap();
-    let tensors: Vec<UploadTensor<'_>> = (0..8000)
+    let tensors: Vec<UploadTensor<'_>> = (0..9100)
         .map(|number| UploadTensor {
             name: format!("{number}.{}", "x".repeat(440)),
             dtype: "U8".into(),
@@ -286,7 +286,8 @@ fn a_layer_too_large_for_one_answer_is_refused_at_its_registration() {
     )
     .unwrap();
     witness.unchanged(&before).unwrap();
-    let (one, two) = names.split_at(names.len() / 2);
+    // of those that fit, nearly the largest
+    let (one, two) = names.split_at(8_700);
     let halves = [layer("one", one), layer("two", two)];
     manager.register("wide", &halves, budget).unwrap();
     hold_by_rpc(&manager, "one", one.len());

@@ -3,7 +3,6 @@
 use std::{collections::HashMap, sync::Arc};
 
 use flextensord_device::control::ControlPage;
-use flextensord_proto::limit;
 
 use super::error::ManagerError;
 use crate::{
@@ -14,14 +13,6 @@ use crate::{
         registry::Attachment,
     },
 };
-
-/// Most bytes that the descriptions of a layer's tensors may take in an answer: it is one
-/// message, whose limit is larger by what else it says.
-const LAYER_BYTES: usize = limit::MESSAGE_BYTES / 4 * 3;
-/// Most bytes of a dimension or stride in a message.
-const NUMBER_BYTES: usize = 10;
-/// Most bytes of all other numbers of a tensor or part in a message.
-const FIXED_BYTES: usize = 64;
 
 /// A layer as the client names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -128,7 +119,6 @@ impl Structure {
             }
             structure.layers.push(layer);
         }
-        structure.check_answers(manifest)?;
         for (tensor, named) in manifest.tensors().iter().zip(named) {
             if !named {
                 structure.unregistered.0 += 1;
@@ -136,31 +126,6 @@ impl Structure {
             }
         }
         Ok(structure)
-    }
-
-    /// An answer about a layer is one message, and lists all tensors of its parts.
-    fn check_answers(&self, manifest: &Manifest) -> Result<(), ManagerError> {
-        let of_tensor = |at: &usize| {
-            let tensor = manifest.tensors().get(*at);
-            tensor.map_or(0, |tensor| {
-                let numbers = tensor.shape.len() + tensor.stride.len();
-                tensor.name.len() + tensor.dtype.len() + NUMBER_BYTES * numbers + FIXED_BYTES
-            })
-        };
-        let of_part = |part: &Part| FIXED_BYTES + part.tensors.iter().map(of_tensor).sum::<usize>();
-        let sizes: Vec<usize> = self.parts.iter().map(of_part).collect();
-        for layer in &self.layers {
-            let size = |part: &u32| sizes.get(*part as usize).copied().unwrap_or(0);
-            let bytes: usize = layer.parts.iter().map(size).sum();
-            if bytes > LAYER_BYTES {
-                return Err(ManagerError::Field {
-                    field: "layers.tensors",
-                    value: format!("{bytes} bytes of descriptions in layer {:?}", layer.name),
-                    rule: format!("at most {LAYER_BYTES} bytes in a layer; make smaller layers"),
-                });
-            }
-        }
-        Ok(())
     }
 
     fn add_part(

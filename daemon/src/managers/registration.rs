@@ -23,7 +23,7 @@ use crate::{
         residents::{BlockKey, BlockRequest},
         stream::{StreamPart, StreamSpec},
     },
-    weights::set::WeightSet,
+    weights::{manifest::Manifest, set::WeightSet},
 };
 
 /// The version of a manager's first plan.
@@ -68,6 +68,9 @@ impl Budget {
     }
 }
 
+/// Judges what was planned before anything is allocated for it.
+pub type Check = fn(&Structure, &Plan, &Manifest) -> Result<(), ManagerError>;
+
 /// What a client registers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Registration {
@@ -79,7 +82,7 @@ pub struct Registration {
     pub budget: Budget,
 }
 
-/// Registers a model for `manager`: plans, allocates, fills residents, writes the
+/// Registers a model for `manager`: plans, asks `check`, allocates, fills residents, writes the
 /// record, and sets the engine to work. Blocks the thread.
 ///
 /// # Errors
@@ -89,6 +92,7 @@ pub fn register(
     managers: &Managers,
     manager: &Arc<Manager>,
     registration: &Registration,
+    check: Check,
 ) -> Result<Arc<Model>, ManagerError> {
     let _busy = Busy::begin(manager)?;
     if manager.model_slot().is_some() {
@@ -96,7 +100,7 @@ pub fn register(
             name: manager.name.clone(),
         });
     }
-    let model = Arc::new(prepare(managers, manager, registration)?);
+    let model = Arc::new(prepare(managers, manager, registration, check)?);
     let journal = match write_down(managers, manager, &model) {
         Ok(journal) => journal,
         Err(error) => {
@@ -112,6 +116,7 @@ fn prepare(
     managers: &Managers,
     manager: &Arc<Manager>,
     registration: &Registration,
+    check: Check,
 ) -> Result<Model, ManagerError> {
     let attachment =
         managers
@@ -127,6 +132,7 @@ fn prepare(
         .budget
         .bytes(manager.device.info().total_bytes)?;
     let (granted, plan, requests) = fit(manager, &set, &structure, requested)?;
+    check(&structure, &plan, set.manifest())?;
     let mut given = manager.device.residents.get(&requests, plan.ring_bytes)?;
     let filled = plan.resident_bytes - given.shared_bytes;
     manager

@@ -48,6 +48,17 @@ pub(super) fn place(input: &Input, streams: &[bool], capacity: u64) -> Option<Ve
         if cursor + together > capacity && together <= capacity {
             cursor = 0;
         }
+        // parts that stand in no other use lie side by side behind the cursor: nothing of
+        // their use is there, and a use may have very many of them
+        let mut streamed = held.iter().filter(|part| streams[**part as usize]);
+        if cursor + together <= capacity && streamed.all(|part| uses_of[*part as usize].len() == 1)
+        {
+            for part in fresh {
+                offsets[part as usize] = Some(cursor);
+                cursor += taken(input.parts[part as usize]);
+            }
+            continue;
+        }
         for part in fresh {
             let bytes = taken(input.parts[part as usize]);
             let apart = conflicts(input, &uses_of, &offsets, part);

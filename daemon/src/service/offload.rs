@@ -169,7 +169,14 @@ impl Offload for OffloadService {
             let content = format!("{registration:?}");
             let work = async {
                 let registration = registration.clone();
-                let work = move || registration::register(&managers, &manager, &registration);
+                let work = move || {
+                    registration::register(
+                        &managers,
+                        &manager,
+                        &registration,
+                        plan_pages::check_layers,
+                    )
+                };
                 let model = tokio::task::spawn_blocking(work)
                     .await
                     .map_err(|_| request::worker())?

@@ -3,6 +3,7 @@
 use flextensord_device::process::Peer;
 use flextensord_proto::{
     kind::Failure,
+    limit,
     v1::{self, PlanLayer, PlanMemory, PlanPage, PlanPart},
 };
 use prost::Message as _;
@@ -10,11 +11,18 @@ use prost::Message as _;
 use super::{failure, weights::tensor_message};
 use crate::{
     channel::ticket::{Gift, Tickets},
-    managers::{manager::Manager, model::Model},
-    plan::Place,
+    managers::{
+        error::ManagerError,
+        manager::Manager,
+        model::{Model, Structure},
+    },
+    plan::{Place, Plan},
     transfer::memory::Allocation,
+    weights::manifest::Manifest,
 };
 
+/// Most bytes of a layer's parts in an answer: a message without its other fields.
+const LAYER_BYTES: usize = limit::MESSAGE_BYTES - 256;
 /// Bytes after which a page is full.
 const PAGE_BYTES: usize = 768 << 10;
 
@@ -130,17 +138,52 @@ fn memory(
 }
 
 fn part_message(model: &Model, part: u32) -> PlanPart {
+    let manifest = model.attachment.set().manifest();
+    planned_part(&model.structure, &model.plan, manifest, part)
+}
+
+/// Refuses a layer of which an answer would not fit into one message.
+///
+/// # Errors
+/// [`ManagerError::Field`] naming the first such layer.
+pub fn check_layers(
+    structure: &Structure,
+    plan: &Plan,
+    manifest: &Manifest,
+) -> Result<(), ManagerError> {
+    let length = |part: u32| {
+        let bytes = planned_part(structure, plan, manifest, part).encoded_len();
+        // the field's tag
+        1 + prost::length_delimiter_len(bytes) + bytes
+    };
+    let parts = u32::try_from(structure.parts.len()).unwrap_or(u32::MAX);
+    let lengths: Vec<usize> = (0..parts).map(length).collect();
+    for layer in &structure.layers {
+        let length = |part: &u32| lengths.get(*part as usize).copied().unwrap_or(0);
+        let bytes: usize = layer.parts.iter().map(length).sum();
+        if bytes > LAYER_BYTES {
+            return Err(ManagerError::Field {
+                field: "layers.tensors",
+                value: format!("{bytes} bytes as an answer about layer {:?}", layer.name),
+                rule: format!("at most {LAYER_BYTES} bytes a layer; make smaller layers"),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn planned_part(structure: &Structure, plan: &Plan, manifest: &Manifest, part: u32) -> PlanPart {
     let index = part as usize;
-    let Some(entry) = model.structure.parts.get(index) else {
+    let Some(entry) = structure.parts.get(index) else {
         return PlanPart::default();
     };
-    let ring = u32::try_from(model.blocks.len()).unwrap_or(u32::MAX);
-    let (streamed, allocation, offset) = match model.plan.places.get(index) {
+    let ring = u32::try_from(plan.blocks.len()).unwrap_or(u32::MAX);
+    let (streamed, allocation, offset) = match plan.places.get(index) {
         Some(Place::Resident { block, offset }) => (false, *block, *offset),
         Some(Place::Streamed { offset }) => (true, ring, *offset),
         Some(Place::Nowhere) | None => (false, flextensord_proto::limit::NO_ALLOCATION, 0),
     };
-    let tensors = model.attachment.set().manifest().tensors();
+    let tensors = manifest.tensors();
     PlanPart {
         part,
         streamed,
