@@ -157,6 +157,25 @@ impl Daemon {
         names(&self.instance_dir().join("state"))
     }
 
+    /// Lets every user of the machine come through to its sockets; an operator would add
+    /// the user to their group.
+    ///
+    /// # Errors
+    /// When a mode cannot be changed.
+    pub fn open_to_all(&self) -> Result<(), SceneError> {
+        let instance = self.instance_dir();
+        let modes = [
+            (self.runtime_dir(), 0o755),
+            (instance.clone(), 0o755),
+            (instance.join("flextensord.sock"), 0o666),
+            (instance.join("fd.sock"), 0o666),
+        ];
+        modes.into_iter().try_for_each(|(path, mode)| {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode))
+                .map_err(|e| SceneError::io(path.display().to_string(), e))
+        })
+    }
+
     /// Its process id.
     #[must_use]
     pub fn pid(&self) -> u32 {

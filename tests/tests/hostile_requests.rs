@@ -351,7 +351,7 @@ fn another_user_may_not_drop_terminate_drain_or_even_connect() {
     // the socket is for its owner and group
     assert_eq!(as_nobody(&daemon, &["status"]).status.code(), Some(77));
     witness.unchanged(&before).unwrap();
-    open_to_all(&daemon);
+    daemon.open_to_all().unwrap();
     for (arguments, exit, text) in [
         (&["drop", "model"][..], 70, "no weight set \"model\""),
         (&["drop", "shared"], 77, "belongs to another user"),
@@ -396,20 +396,6 @@ fn as_nobody(daemon: &Daemon, arguments: &[&str]) -> Output {
     }
     let mut command = daemon.ctl_of(&ctl, arguments);
     command.uid(65_534).gid(65_534).output().unwrap()
-}
-
-/// An operator would add the user to the socket's group.
-fn open_to_all(daemon: &Daemon) {
-    let instance = daemon.instance_dir();
-    let modes = [
-        (daemon.runtime_dir(), 0o755),
-        (instance.clone(), 0o755),
-        (instance.join("flextensord.sock"), 0o666),
-        (instance.join("fd.sock"), 0o666),
-    ];
-    for (path, mode) in modes {
-        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-    }
 }
 
 fn serve(runtime: &Path, instance: &str) -> Output {

@@ -197,7 +197,7 @@ fn another_user_sees_neither_managers_nor_unshared_weights() {
         ..LoadOptions::default()
     };
     client.load(&path, "public", &share, |_| ()).unwrap();
-    open_to_all(&daemon);
+    daemon.open_to_all().unwrap();
     let other = |set| ReaderPlan {
         uid: Some(65_534),
         ..ReaderPlan::new(set, &path)
@@ -218,19 +218,4 @@ fn another_user_sees_neither_managers_nor_unshared_weights() {
             .expect("registered")
             .is_err()
     );
-}
-
-/// An operator would add the user to the socket's group.
-fn open_to_all(daemon: &Daemon) {
-    use std::{fs, os::unix::fs::PermissionsExt as _};
-    let instance = daemon.instance_dir();
-    let modes = [
-        (daemon.runtime_dir(), 0o755),
-        (instance.clone(), 0o755),
-        (instance.join("flextensord.sock"), 0o666),
-        (instance.join("fd.sock"), 0o666),
-    ];
-    for (path, mode) in modes {
-        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-    }
 }
