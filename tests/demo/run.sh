@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job on a real model: all-MiniLM-L6-v2 (104 tensors, 90.9 MB), loaded once, read by two
-# processes, one of which is killed. The figures and verdicts are the demo program's.
+# processes, one of which is killed. The figures and verdicts are the demo program's. Needs the
+# release binaries (make release).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -29,7 +30,7 @@ PYTHON
 fi
 
 release=${CARGO_TARGET_DIR:-target}/release
-exec cargo run --quiet --release --locked -p flextensord-tests --bin demo -- \
+exec "$release/demo" \
     --model "$model" \
     --daemon "$release/flextensord" \
     --ctl "$release/flextensorctl"
