@@ -103,19 +103,20 @@ fn play(flags: &Flags) -> Result<usize, SceneError> {
     let plan = ReaderPlan::new("minilm", &flags.model)
         .with("--fraction", SHARE)
         .with("--passes", PASSES);
-    let survivor = Reader::start(&daemon, &plan.clone().with("--manager", "survivor"))?;
+    // both stop half-way through the same pass, so that there are two when one is killed
+    let plan = plan.with("--hold-in-pass", KILLED_IN);
+    let mut survivor = Reader::start(&daemon, &plan.clone().with("--manager", "survivor"))?;
+    let victim = Reader::start(&daemon, &plan.with("--manager", "victim"))?;
     let first = survivor.expect("registered")?;
-    let plan = plan
-        .with("--manager", "victim")
-        .with("--hold-in-pass", KILLED_IN);
-    let victim = Reader::start(&daemon, &plan)?;
     let second = victim.expect("registered")?;
+    survivor.expect("holding")?;
     let held = victim.expect("holding")?;
     let during = daemon.status()?;
     run(daemon.ctl_of(&flags.ctl, &["managers"]))?;
     println!("kill -9 {} while it holds {}", victim.pid(), held["layer"]);
     let killed = Instant::now();
     victim.kill()?;
+    survivor.go_on();
     let back = eventually("the dead one is gone", SOON, || {
         let status = daemon.status().ok()?;
         let gone = status
