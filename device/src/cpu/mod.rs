@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn copies_are_held_to_the_bandwidth_of_the_link() {
-        // two devices in one run: only their ratio is looked at
+        // a loaded machine only makes it longer: the least time is all that is looked at
         let time = |limit| {
             let device = CpuDevice::new("t", 0, 1 << 24, limit).unwrap();
             let memory = device.allocate(1 << 23, &label()).unwrap();
@@ -237,7 +237,6 @@ mod tests {
             wait_for(&device, ticket);
             begin.elapsed()
         };
-        let (slow, fast) = (time(Some(20 << 20)), time(Some(200 << 20)));
-        assert!(slow > fast * 3, "{slow:?} against {fast:?}");
+        assert!(time(Some(20 << 20)) >= Duration::from_millis(150));
     }
 }
