@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from conftest import DescriptorChannel, request_id, safetensors
-from test_contract import Manager, load, model
+from test_contract import load, model
 from witness import Witness
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from conftest import DescriptorChannel, request_id, safetensors
-from test_contract import Manager, load, model
+from test_contract import FULL, Manager, load, model
 from witness import Witness, error_info
 
 HUGE = 2**64 - 1
@@ -24,7 +24,14 @@ def scene(daemon, stubs, tmp_path):
     channel = DescriptorChannel(served, stubs)
     load(served, stubs, channel, safetensors(tmp_path / "model.safetensors", tensors), "model")
     manager = Manager(served, stubs, channel, tensors, 2_000_000)
-    yield served, channel, manager, Witness(served, stubs)
+    witness = Witness(served, stubs)
+    # the engine fills the ring before it rests
+    first = manager.memory.stream_order[0]
+    deadline = time.monotonic() + 20
+    while manager.word(first)[1] != FULL:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield served, channel, manager, witness
     manager.lease.cancel()
 
 

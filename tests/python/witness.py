@@ -8,6 +8,8 @@ import time
 import grpc
 
 DETAILS = "grpc-status-details-bin"
+# how long nothing changes when the daemon is at rest
+REST = 0.1
 RESTLESS = {"uptime_ms", "budget_bytes", "shm_free_bytes", "queued_bytes", "engine_asleep"}
 
 
@@ -89,13 +91,14 @@ class Witness:
         }
 
     def snapshot(self):
-        before = self.look()
+        before, still_since = self.look(), time.monotonic()
         for _ in range(500):
             time.sleep(0.01)
             now = self.look()
-            if now == before:
+            if now != before:
+                before, still_since = now, time.monotonic()
+            elif time.monotonic() > still_since + REST:
                 return now
-            before = now
         raise AssertionError("the daemon does not come to rest")
 
     def unchanged(self, before):

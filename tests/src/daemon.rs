@@ -28,8 +28,35 @@ pub const SOON: Duration = Duration::from_secs(20);
 pub struct Daemon {
     process: Guarded,
     directory: TempDir,
+    leftovers: Leftovers,
     shm: PathBuf,
     instance: String,
+}
+
+/// Segments of an instance in a directory that outlives the test; dropped, they go.
+#[derive(Debug)]
+struct Leftovers {
+    shm: PathBuf,
+    prefix: String,
+}
+
+impl Leftovers {
+    /// An id holds no dash: another instance's name may begin with this one's.
+    fn holds(&self, name: &str) -> bool {
+        let id = name.strip_prefix(&self.prefix);
+        id.is_some_and(|id| !id.contains('-'))
+    }
+}
+
+impl Drop for Leftovers {
+    fn drop(&mut self) {
+        for name in names(&self.shm) {
+            if self.holds(&name) {
+                // the daemon may have removed it by now
+                let _: std::io::Result<()> = fs::remove_file(self.shm.join(name));
+            }
+        }
+    }
 }
 
 impl Daemon {
@@ -106,10 +133,20 @@ impl Daemon {
         let daemon = Self {
             process: Guarded(child),
             directory,
+            leftovers: Leftovers {
+                shm: shm.clone(),
+                prefix: format!("flextensord-{instance}-"),
+            },
             shm,
             instance: instance.to_owned(),
         };
-        eventually("the daemon serves", SOON, || daemon.status().ok())?;
+        // its sockets take connections before it serves
+        eventually("the daemon serves", SOON, || {
+            daemon
+                .status()
+                .ok()
+                .filter(|status| status.phase == "serving")
+        })?;
         Ok(daemon)
     }
 
@@ -146,9 +183,8 @@ impl Daemon {
     /// Names of its segments.
     #[must_use]
     pub fn segments(&self) -> Vec<String> {
-        let own = format!("flextensord-{}-", self.instance);
         let all = names(&self.shm).into_iter();
-        all.filter(|name| name.starts_with(&own)).collect()
+        all.filter(|name| self.leftovers.holds(name)).collect()
     }
 
     /// Names of the files in its state directory.
@@ -272,6 +308,8 @@ impl Daemon {
     /// When it cannot be killed.
     pub fn kill(mut self) -> Result<(TempDir, PathBuf), SceneError> {
         self.process.kill()?;
+        // what it leaves is its successor's
+        std::mem::forget(self.leftovers);
         Ok((self.directory, self.shm))
     }
 }
