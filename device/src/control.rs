@@ -2,13 +2,14 @@
 
 use std::{
     os::fd::{AsFd as _, OwnedFd},
-    sync::atomic::Ordering::SeqCst,
+    sync::{Arc, OnceLock, atomic::Ordering::SeqCst},
     time::Duration,
 };
 
 use flextensord_proto::layout::{self, WANT_NONE, Word};
 
 use crate::{
+    cuda::{context::Context, registration::RegistrationError, slots::SlotWords},
     futex,
     handover::{self, Cells},
     header,
@@ -55,8 +56,10 @@ pub struct ControlIdentity {
 /// A mapped control page. Every part was checked to lie in it when it was made.
 #[derive(Debug)]
 pub struct ControlPage {
+    /// As a GPU sees it; before the mapping, so that it is unregistered first.
+    slots: OnceLock<SlotWords>,
     descriptor: OwnedFd,
-    mapping: Mapping,
+    mapping: Arc<Mapping>,
     identity: ControlIdentity,
 }
 
@@ -73,8 +76,9 @@ impl ControlPage {
         header::write(&mapping, layout::CONTROL_MAGIC, identity)?;
         mapping.word32(layout::WANT)?.store(WANT_NONE, SeqCst);
         Ok(Self {
+            slots: OnceLock::new(),
             descriptor,
-            mapping,
+            mapping: Arc::new(mapping),
             identity,
         })
     }
@@ -91,8 +95,9 @@ impl ControlPage {
         let mapping = Mapping::new(descriptor.as_fd(), size, Access::ReadWrite)?;
         header::check(&mapping, layout::CONTROL_MAGIC, identity)?;
         Ok(Self {
+            slots: OnceLock::new(),
             descriptor,
-            mapping,
+            mapping: Arc::new(mapping),
             identity,
         })
     }
@@ -115,6 +120,26 @@ impl ControlPage {
     #[must_use]
     pub fn held_elsewhere(&self) -> Option<bool> {
         memfd::held_elsewhere(&self.descriptor)
+    }
+
+    /// Registers the page with the driver, so that streams of `context` can wait for its
+    /// words and write them. Repeated calls do nothing.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn pin(&self, context: &Arc<Context>) -> Result<(), RegistrationError> {
+        if self.slots.get().is_none() {
+            let slots = SlotWords::pin(context, &self.mapping, self.identity.parts)?;
+            // two at once: the driver has refused the second registration already
+            let _ = self.slots.set(slots);
+        }
+        Ok(())
+    }
+
+    /// The words as streams use them, once the page is registered.
+    #[must_use]
+    pub fn slots(&self) -> Option<&SlotWords> {
+        self.slots.get()
     }
 
     /// Number of parts whose word says in use.

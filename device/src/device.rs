@@ -7,6 +7,10 @@ use flextensord_proto::layout::LABEL_SIZE;
 
 use crate::{
     control::ControlPage,
+    cuda::{
+        error::CudaError,
+        registration::{Registration, RegistrationError},
+    },
     doorbell::Doorbell,
     kernel::KernelError,
     mapping::{Mapping, RangeError},
@@ -42,6 +46,24 @@ pub enum DeviceError {
     /// A system call failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+    /// The CUDA driver refused.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// Host memory is not pinned.
+    #[error(transparent)]
+    Registration(#[from] RegistrationError),
+}
+
+impl DeviceError {
+    /// The driver's error, where it was the driver who refused.
+    #[must_use]
+    pub fn driver(&self) -> Option<&CudaError> {
+        match self {
+            Self::Cuda(error) => Some(error),
+            Self::Registration(error) => error.driver(),
+            _ => None,
+        }
+    }
 }
 
 /// What a device is.
@@ -61,6 +83,8 @@ pub struct DeviceInfo {
     /// Whether a client that changes a slot word can ring the doorbell. Where the GPU
     /// changes it, it cannot, and the engine must look often.
     pub clients_can_ring: bool,
+    /// The NUMA node of the host memory next to it, where there are several.
+    pub numa_node: Option<u32>,
 }
 
 /// Names an allocation: stands at its begin, so that a successor knows what it maps.
@@ -117,6 +141,34 @@ pub struct Publish {
     pub sequence: u32,
 }
 
+/// Keeps a segment pinned for the copies of all devices of its kind; dropped, it is not.
+#[derive(Debug, Default)]
+pub struct Pins {
+    registration: Option<Registration>,
+}
+
+impl Pins {
+    /// For a device that needs none.
+    #[must_use]
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// A registration with the driver.
+    #[must_use]
+    pub fn of(registration: Registration) -> Self {
+        Self {
+            registration: Some(registration),
+        }
+    }
+
+    /// Bytes that are pinned.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.registration.as_ref().map_or(0, Registration::bytes)
+    }
+}
+
 /// Counts copies of a device's queue in the order of their submission; the first is 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Ticket(pub u64);
@@ -133,12 +185,13 @@ pub trait Memory: Send + Sync + fmt::Debug {
     /// When the kernel or driver refuses.
     fn export(&self) -> Result<OwnedFd, DeviceError>;
 
-    /// Whether another process still has a descriptor or mapping of it; `None` when
-    /// that cannot be told.
+    /// Whether it must be kept because another process still has a descriptor or mapping
+    /// of it; `None` when that cannot be told. Never where the driver itself keeps memory
+    /// for its last holder and gives it to nobody else meanwhile.
     fn held_elsewhere(&self) -> Option<bool>;
 
     /// Queues a copy to `offset` behind all copies that were queued before, and then the
-    /// publication. Does not wait.
+    /// publications, in order. Does not wait.
     ///
     /// # Errors
     /// When a range is wrong or the device has ended; nothing is queued then.
@@ -146,7 +199,7 @@ pub trait Memory: Send + Sync + fmt::Debug {
         &self,
         offset: u64,
         source: Source,
-        publish: Option<Publish>,
+        publishes: &[Publish],
     ) -> Result<Ticket, DeviceError>;
 
     /// Overwrites a range with `byte`, now. For tests that prove that nobody reads what
@@ -162,14 +215,51 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// What it is.
     fn info(&self) -> &DeviceInfo;
 
-    /// Bytes that can be allocated now, by the device's own count.
+    /// Takes it into use, where that costs something; repeated calls do nothing.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn start(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Bytes that can be allocated now, by the device's own count: all of them before it
+    /// was started.
     fn free_bytes(&self) -> u64;
+
+    /// Allocations are made of whole multiples of this.
+    fn granularity(&self) -> u64 {
+        1
+    }
 
     /// Allocates `bytes` bytes and writes the label at their begin.
     ///
     /// # Errors
     /// [`DeviceError::Exhausted`] when there is too little.
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError>;
+
+    /// Makes the words of a control page visible to the device; needed before anything
+    /// is published there.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn pin_control(&self, _control: &ControlPage) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Pins a segment for the copies of all devices of this kind. `cuts` are offsets at
+    /// which tensors begin; `progress` is told the bytes done, and says whether to go on.
+    ///
+    /// # Errors
+    /// When the driver refuses or `progress` does; nothing stays pinned.
+    fn pin_segment(
+        &self,
+        _segment: &Arc<Mapping>,
+        _cuts: &[u64],
+        _progress: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<Pins, DeviceError> {
+        Ok(Pins::none())
+    }
 
     /// The last copy that has arrived and is published; all before it have too.
     fn completed(&self) -> Ticket;
@@ -181,6 +271,17 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// changed the slot word against the protocol.
     fn failed_publications(&self) -> u64;
 
-    /// Rings whenever a copy has completed.
+    /// Rings whenever a copy has completed, where a thread of ours does the copies.
     fn completion_bell(&self) -> &Arc<Doorbell>;
+
+    /// What made the device unusable for this process, if something did.
+    fn failure(&self) -> Option<String> {
+        None
+    }
+
+    /// How many of its resources could not be given back, and what was said of the first
+    /// of them.
+    fn failed_drops(&self) -> (u64, Vec<String>) {
+        (0, Vec::new())
+    }
 }

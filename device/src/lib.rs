@@ -7,12 +7,13 @@
 //! - [`doorbell`], [`futex`]: waking;
 //! - [`process`], [`fork`], [`descriptor`], [`readiness`]: who a peer is, whether we
 //!   are a forked child, handing descriptors over, waiting for them;
-//! - [`device`]: what a device must do; [`cpu`]: a device in host memory.
+//! - [`device`]: what a device must do; [`cpu`]: a device in host memory; [`cuda`]: GPUs.
 //!
 //! It depends on `flextensord-proto` for layouts alone.
 
 pub mod control;
 pub mod cpu;
+pub mod cuda;
 pub mod descriptor;
 pub mod device;
 pub mod doorbell;

@@ -107,6 +107,11 @@ impl Mapping {
         self.size
     }
 
+    /// Its first address.
+    pub(crate) fn start(&self) -> usize {
+        self.start.as_ptr().expose_provenance()
+    }
+
     /// Copies bytes out.
     ///
     /// # Errors

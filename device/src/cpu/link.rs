@@ -30,7 +30,7 @@ pub(super) struct Job {
     pub(super) target: Arc<Mapping>,
     pub(super) target_offset: usize,
     pub(super) bytes: usize,
-    pub(super) publish: Option<Publish>,
+    pub(super) publishes: Vec<Publish>,
 }
 
 #[derive(Debug, Default)]
@@ -151,10 +151,10 @@ fn run(shared: &Shared, limit: Option<u64>) {
             pace.after(bytes);
             done += bytes;
         }
-        if let Some(publish) = &job.publish
-            && !publish.control.publish(publish.part, publish.sequence)
-        {
-            shared.failed_publications.fetch_add(1, SeqCst);
+        for publish in &job.publishes {
+            if !publish.control.publish(publish.part, publish.sequence) {
+                shared.failed_publications.fetch_add(1, SeqCst);
+            }
         }
         shared.queued_bytes.fetch_sub(job.bytes as u64, SeqCst);
         // memory is let go before the copy counts as completed

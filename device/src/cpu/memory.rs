@@ -97,7 +97,7 @@ impl Memory for CpuMemory {
         &self,
         offset: u64,
         source: Source,
-        publish: Option<Publish>,
+        publishes: &[Publish],
     ) -> Result<Ticket, DeviceError> {
         self.check(offset, source.bytes)?;
         source
@@ -109,7 +109,7 @@ impl Memory for CpuMemory {
             target: Arc::clone(&self.mapping),
             target_offset: index(offset),
             bytes: index(source.bytes),
-            publish,
+            publishes: publishes.to_vec(),
         })
     }
 

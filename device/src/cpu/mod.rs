@@ -45,6 +45,7 @@ impl CpuDevice {
             total_bytes,
             link_limit,
             clients_can_ring: true,
+            numa_node: None,
             name: name.clone(),
         };
         let link = Link::start(&name, link_limit)?;
@@ -182,7 +183,7 @@ mod tests {
             part: 0,
             sequence: 1,
         };
-        let ticket = memory.fill(256, source, Some(publish)).unwrap();
+        let ticket = memory.fill(256, source, &[publish]).unwrap();
         wait_for(&device, ticket);
         assert!(take(control.as_ref(), 0));
         assert_eq!(control.load(0).sequence(), 1);
@@ -214,10 +215,10 @@ mod tests {
             offset,
             bytes,
         };
-        assert!(memory.fill(8192 - 1024, source(0, 2048), None).is_err());
-        assert!(memory.fill(0, source(0, 16), None).is_err());
-        assert!(memory.fill(256, source(4000, 200), None).is_err());
-        assert!(memory.fill(u64::MAX, source(0, 16), None).is_err());
+        assert!(memory.fill(8192 - 1024, source(0, 2048), &[]).is_err());
+        assert!(memory.fill(0, source(0, 16), &[]).is_err());
+        assert!(memory.fill(256, source(4000, 200), &[]).is_err());
+        assert!(memory.fill(u64::MAX, source(0, 16), &[]).is_err());
         assert_eq!(device.completed(), Ticket(0));
     }
 
@@ -233,7 +234,7 @@ mod tests {
                 bytes: 4 << 20,
             };
             let begin = Instant::now();
-            let ticket = memory.fill(256, source, None).unwrap();
+            let ticket = memory.fill(256, source, &[]).unwrap();
             wait_for(&device, ticket);
             begin.elapsed()
         };

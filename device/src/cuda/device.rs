@@ -1,0 +1,430 @@
+//! A GPU behind the trait of [`crate::device`].
+//!
+//! Copies run back to back on one stream; slot words, and the number of the copy that has
+//! arrived, are written on a second one behind an event, so that no copy waits for a
+//! write. The number lies in host memory: nobody asks the driver whether a copy is done.
+
+use std::{
+    collections::VecDeque,
+    os::fd::{AsFd as _, OwnedFd},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
+};
+
+use flextensord_proto::layout::LABEL_BYTES;
+
+use super::{
+    context::Context,
+    driver::{DeviceAddress, Driver, StreamOp},
+    error::CudaError,
+    event::Event,
+    gpu::{self, Gpu},
+    memory::DeviceMapping,
+    registration::{Pinned, Registration},
+    stream::{CallerStream, Stream, submit},
+};
+use crate::{
+    control::ControlPage,
+    device::{
+        Device, DeviceError, DeviceInfo, Label, Memory, Pins, Publish, Source, Ticket,
+    },
+    doorbell::Doorbell,
+    kernel::KernelError,
+    mapping::{Access, Mapping, RangeError},
+    memfd,
+};
+
+/// Bytes of the page with the number of the last copy.
+const PROGRESS_BYTES: usize = 4096;
+
+/// A GPU that the daemon may use. Its context is made when it is first needed.
+#[derive(Debug)]
+pub struct CudaDevice {
+    info: DeviceInfo,
+    driver: Arc<dyn Driver>,
+    gpu: Gpu,
+    chunk_limit: u64,
+    bell: Arc<Doorbell>,
+    running: OnceLock<Arc<Running>>,
+    starting: Mutex<()>,
+}
+
+impl CudaDevice {
+    /// The GPU `gpu`, after a look at what it can do. Host memory is registered in chunks
+    /// of at most `chunk_limit` bytes.
+    ///
+    /// # Errors
+    /// [`CudaError::Unfit`] naming what it lacks.
+    pub fn new(
+        driver: &Arc<dyn Driver>,
+        gpu: &Gpu,
+        chunk_limit: u64,
+    ) -> Result<Self, DeviceError> {
+        gpu::check(driver, gpu)?;
+        Ok(Self {
+            info: DeviceInfo {
+                name: format!("cuda:{}", gpu.ordinal.0),
+                uuid: gpu.uuid.clone(),
+                kind: "cuda",
+                total_bytes: gpu.total_bytes,
+                link_limit: None,
+                clients_can_ring: false,
+                numa_node: gpu.numa_node,
+            },
+            driver: Arc::clone(driver),
+            gpu: gpu.clone(),
+            chunk_limit,
+            bell: Arc::new(Doorbell::new()?),
+            running: OnceLock::new(),
+            starting: Mutex::default(),
+        })
+    }
+
+    /// Its context.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn context(&self) -> Result<Arc<Context>, DeviceError> {
+        Ok(Arc::clone(&self.running()?.context))
+    }
+
+    fn running(&self) -> Result<&Arc<Running>, DeviceError> {
+        if let Some(running) = self.running.get() {
+            return Ok(running);
+        }
+        // a context takes a tenth of a second: it is made once
+        let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.running.get().is_none() {
+            let running = Arc::new(Running::start(&self.driver, &self.gpu)?);
+            // nobody else sets it: the lock is held
+            let _ = self.running.set(running);
+        }
+        self.running
+            .get()
+            .ok_or(DeviceError::Cuda(CudaError::State("a device did not start")))
+    }
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn start(&self) -> Result<(), DeviceError> {
+        self.running().map(drop)
+    }
+
+    fn free_bytes(&self) -> u64 {
+        let info = self.running.get().map(|running| running.context.memory_info());
+        match info {
+            Some(Ok(info)) => info.free,
+            // a broken context has nothing to give
+            Some(Err(_)) => 0,
+            None => self.info.total_bytes,
+        }
+    }
+
+    fn granularity(&self) -> u64 {
+        self.running.get().map_or(1, |running| running.granularity)
+    }
+
+    fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError> {
+        let running = self.running()?;
+        let bytes = bytes.next_multiple_of(running.granularity);
+        let mapping = DeviceMapping::create(&running.context, bytes).map_err(|error| {
+            if error.is_out_of_memory() {
+                DeviceError::Exhausted {
+                    device: self.info.name.clone(),
+                    wanted: bytes,
+                    free: self.free_bytes(),
+                    total: self.info.total_bytes,
+                }
+            } else {
+                error.into()
+            }
+        })?;
+        mapping.write(0, &label.encode())?;
+        Ok(Arc::new(CudaMemory {
+            mapping: Arc::new(mapping),
+            running: Arc::clone(running),
+        }))
+    }
+
+    fn pin_control(&self, control: &ControlPage) -> Result<(), DeviceError> {
+        Ok(control.pin(&self.running()?.context)?)
+    }
+
+    fn pin_segment(
+        &self,
+        segment: &Arc<Mapping>,
+        cuts: &[u64],
+        progress: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<Pins, DeviceError> {
+        let context = &self.running()?.context;
+        let registration =
+            Registration::new(context, segment, self.chunk_limit, cuts, progress)?;
+        Ok(Pins::of(registration))
+    }
+
+    fn completed(&self) -> Ticket {
+        self.running
+            .get()
+            .map_or(Ticket::default(), |running| running.completed())
+    }
+
+    fn queued_bytes(&self) -> u64 {
+        self.running
+            .get()
+            .map_or(0, |running| running.queued_bytes.load(SeqCst))
+    }
+
+    fn failed_publications(&self) -> u64 {
+        // a GPU writes without looking at what stood there
+        0
+    }
+
+    fn completion_bell(&self) -> &Arc<Doorbell> {
+        &self.bell
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.running.get()?.failure()
+    }
+
+    fn failed_drops(&self) -> (u64, Vec<String>) {
+        self.running
+            .get()
+            .map_or((0, Vec::new()), |running| running.context.failed_drops())
+    }
+}
+
+/// A GPU in use.
+#[derive(Debug)]
+struct Running {
+    copies: Stream,
+    writes: Stream,
+    arrived: Event,
+    queue: Mutex<Queue>,
+    queued_bytes: AtomicU64,
+    progress_word: DeviceAddress,
+    _progress_registration: Registration,
+    progress: Arc<Mapping>,
+    granularity: u64,
+    context: Arc<Context>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    submitted: u64,
+    flights: VecDeque<Flight>,
+}
+
+/// A copy under way, and what it needs until it has arrived.
+#[derive(Debug)]
+struct Flight {
+    ticket: u64,
+    bytes: u64,
+    _target: Arc<DeviceMapping>,
+    _source: Arc<Mapping>,
+    _pinned: Vec<Arc<Pinned>>,
+    _controls: Vec<Arc<ControlPage>>,
+}
+
+impl Running {
+    fn start(driver: &Arc<dyn Driver>, gpu: &Gpu) -> Result<Self, DeviceError> {
+        let context = Context::open(driver, gpu)?;
+        let page = memfd::create("flextensord-progress", PROGRESS_BYTES as u64)?;
+        let progress = Mapping::new(page.as_fd(), PROGRESS_BYTES, Access::ReadWrite)?;
+        let progress = Arc::new(progress);
+        let (registration, progress_word) = Registration::mapped(&context, &progress)?;
+        Ok(Self {
+            copies: Stream::new(&context)?,
+            writes: Stream::new(&context)?,
+            arrived: Event::new(&context)?,
+            queue: Mutex::default(),
+            queued_bytes: AtomicU64::new(0),
+            progress_word,
+            _progress_registration: registration,
+            progress,
+            granularity: driver.granularity(gpu.ordinal)?.max(1),
+            context,
+        })
+    }
+
+    fn completed(&self) -> Ticket {
+        let arrived = self.progress.load64(0).unwrap_or(0);
+        let mut done = Vec::new();
+        let mut queue = self.queue();
+        while queue.flights.front().is_some_and(|f| f.ticket <= arrived) {
+            done.extend(queue.flights.pop_front());
+        }
+        drop(queue);
+        let bytes = done.iter().map(|flight| flight.bytes).sum();
+        self.queued_bytes.fetch_sub(bytes, SeqCst);
+        // what the copies held goes outside the lock: the last of it may take long
+        drop(done);
+        Ticket(arrived)
+    }
+
+    /// Queues a copy, its publications and its number.
+    fn submit(
+        &self,
+        target: &Arc<DeviceMapping>,
+        offset: u64,
+        source: Source,
+        publishes: &[Publish],
+    ) -> Result<Ticket, DeviceError> {
+        let bytes = source.bytes;
+        let target_address = target.at(offset, bytes)?;
+        let start = source.segment.address(index(source.offset), index(bytes))?;
+        let mut ops = Vec::with_capacity(publishes.len() + 1);
+        for publish in publishes {
+            let slots = publish.control.slots().ok_or(CudaError::State(
+                "a control page that is not registered with the device",
+            ))?;
+            ops.push(slots.publish(publish.part, publish.sequence)?);
+        }
+        let mut pinned = Vec::new();
+        let mut queue = self.queue();
+        let mut done = 0;
+        while done < index(bytes) {
+            // a copy that straddles two registrations fails
+            let (registration, end) = self.context.range_at(start + done);
+            let length = (end - (start + done)).min(index(bytes) - done);
+            let to = target_address + done as u64;
+            // SAFETY: both ranges were checked to lie in their mappings, which the flight
+            // keeps, with the registration, until the copy has arrived; the target is
+            // mapped for writing.
+            self.context.with(|driver| unsafe {
+                driver.copy_in(to, start + done, length, self.copies.handle())
+            })?;
+            pinned.extend(registration);
+            done += length;
+        }
+        let ticket = queue.submitted + 1;
+        ops.push(StreamOp::Write64 {
+            address: self.progress_word,
+            value: ticket,
+        });
+        self.arrived.record(CallerStream::from(&self.copies))?;
+        self.arrived.hold_up(CallerStream::from(&self.writes))?;
+        submit(&self.context, CallerStream::from(&self.writes), &ops)?;
+        queue.submitted = ticket;
+        self.queued_bytes.fetch_add(bytes, SeqCst);
+        queue.flights.push_back(Flight {
+            ticket,
+            bytes,
+            _target: Arc::clone(target),
+            _source: source.segment,
+            _pinned: pinned,
+            _controls: publishes.iter().map(|p| Arc::clone(&p.control)).collect(),
+        });
+        Ok(Ticket(ticket))
+    }
+
+    fn failure(&self) -> Option<String> {
+        if !self.queue().flights.is_empty() {
+            // what fails on the GPU shows only when the driver is asked
+            for stream in [&self.copies, &self.writes] {
+                if let Err(error) = stream.is_done()
+                    && !error.is_sticky()
+                {
+                    return Some(error.to_string());
+                }
+            }
+        }
+        self.context.failure().map(ToString::to_string)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // a copy under way needs what its flight holds; a broken context does no more
+        let wait = || {
+            self.arrived.record(CallerStream::from(&self.writes))?;
+            self.arrived.wait()
+        };
+        if let Err(error) = wait() {
+            let flights = std::mem::take(&mut self.queue().flights);
+            if !error.is_sticky() && !flights.is_empty() {
+                // it may still run: what it touches stays for good
+                std::mem::forget(flights);
+            }
+        }
+    }
+}
+
+/// An allocation.
+#[derive(Debug)]
+struct CudaMemory {
+    mapping: Arc<DeviceMapping>,
+    running: Arc<Running>,
+}
+
+impl CudaMemory {
+    fn check(&self, offset: u64, bytes: u64) -> Result<(), RangeError> {
+        let inside = offset
+            .checked_add(bytes)
+            .is_some_and(|end| end <= self.mapping.bytes());
+        if inside && offset >= LABEL_BYTES {
+            return Ok(());
+        }
+        Err(RangeError {
+            offset: index(offset),
+            bytes: index(bytes),
+            size: index(self.mapping.bytes()),
+        })
+    }
+}
+
+/// An offset or size of memory; what no address can hold lies outside of everything.
+fn index(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+impl Memory for CudaMemory {
+    fn bytes(&self) -> u64 {
+        self.mapping.bytes()
+    }
+
+    fn export(&self) -> Result<OwnedFd, DeviceError> {
+        let exported = self.mapping.export();
+        Ok(exported.map_err(|e| KernelError::new("duplicate a descriptor", e))?)
+    }
+
+    fn held_elsewhere(&self) -> Option<bool> {
+        // the driver keeps the memory for whoever still maps it, and gives it to nobody
+        // else meanwhile: this daemon may let go at any time
+        Some(false)
+    }
+
+    fn fill(
+        &self,
+        offset: u64,
+        source: Source,
+        publishes: &[Publish],
+    ) -> Result<Ticket, DeviceError> {
+        self.check(offset, source.bytes)?;
+        self.running.submit(&self.mapping, offset, source, publishes)
+    }
+
+    fn poison(&self, offset: u64, bytes: u64, byte: u8) -> Result<(), DeviceError> {
+        self.check(offset, bytes)?;
+        let target = self.mapping.at(offset, bytes)?;
+        let stream = self.running.copies.handle();
+        // the lock keeps it in order with the copies of other threads
+        let _queue = self.running.queue();
+        // SAFETY: the range was checked to lie in the mapping, which is writable; copies
+        // and their streams are waited for before it goes.
+        self.running
+            .context
+            .with(|driver| unsafe { driver.fill(target, byte, index(bytes), stream) })?;
+        Ok(())
+    }
+}
