@@ -186,7 +186,7 @@ impl PutSession {
                 };
                 let outcome = self
                     .store
-                    .publish(&self.request, writing.manifest, room, digests);
+                    .publish(&self.request, writing.manifest, room, digests, watch);
                 drop(build);
                 outcome
             }

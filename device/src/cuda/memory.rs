@@ -152,9 +152,8 @@ impl DeviceMapping {
         let (source, length) = (bytes.as_ptr().expose_provenance(), bytes.len());
         // SAFETY: target has `length` bytes; both ranges are borrowed until the copy is
         // done, which is waited for below.
-        self.context.with(|driver| unsafe {
-            driver.copy_in(target, source, length, stream.handle())
-        })?;
+        self.context
+            .with(|driver| unsafe { driver.copy_in(target, source, length, stream.handle()) })?;
         Self::finish(&stream)
     }
 
@@ -167,9 +166,8 @@ impl DeviceMapping {
         let stream = Stream::new(&self.context)?;
         let (address, length) = (target.as_mut_ptr().expose_provenance(), target.len());
         // SAFETY: as in `write`; target is borrowed exclusively.
-        self.context.with(|driver| unsafe {
-            driver.copy_out(address, source, length, stream.handle())
-        })?;
+        self.context
+            .with(|driver| unsafe { driver.copy_out(address, source, length, stream.handle()) })?;
         Self::finish(&stream)
     }
 
@@ -283,4 +281,3 @@ impl Drop for Reserved<'_> {
             });
     }
 }
-

@@ -17,12 +17,12 @@ pub mod device;
 pub mod driver;
 pub mod error;
 pub mod event;
-#[cfg(feature = "fake")]
-pub mod fake;
+//FAKE #[cfg(feature = "fake")]
+//FAKE pub mod fake;
 pub mod gpu;
-//pub mod libcuda;
+pub mod libcuda;
 pub mod memory;
 pub mod registration;
 pub mod slots;
 pub mod stream;
-//pub mod symbols;
+pub mod symbols;
