@@ -148,7 +148,9 @@ impl ControlPage {
         // FNV-1a over words instead of bytes
         const PRIME: u64 = 0x0000_0100_0000_01b3;
         (0..self.identity.parts).fold(u64::from(self.want()), |sum, part| {
-            (sum ^ self.load(part).0).wrapping_mul(PRIME).rotate_left(17)
+            (sum ^ self.load(part).0)
+                .wrapping_mul(PRIME)
+                .rotate_left(17)
         })
     }
 

@@ -225,7 +225,9 @@ fn gpus(list: &str) -> Result<DeviceKind, String> {
     let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
     let named = |name: &String| {
         let number = name.strip_prefix("cuda:").map(str::parse::<u16>);
-        let uuid = ["GPU-", "MIG-"].iter().any(|prefix| name.starts_with(prefix));
+        let uuid = ["GPU-", "MIG-"]
+            .iter()
+            .any(|prefix| name.starts_with(prefix));
         uuid || matches!(number, Some(Ok(_)))
     };
     match names.iter().find(|name| !named(name)) {
@@ -237,10 +239,7 @@ fn gpus(list: &str) -> Result<DeviceKind, String> {
     }
 }
 
-fn pinned_memory(
-    layer: &Layer,
-    device: &DeviceKind,
-) -> Result<Option<bool>, ConfigurationError> {
+fn pinned_memory(layer: &Layer, device: &DeviceKind) -> Result<Option<bool>, ConfigurationError> {
     let pinned = value::optional(layer, Key::PinnedMemory, value::truth)?;
     match (pinned, layer.get(Key::PinnedMemory)) {
         (Some(true), Some(given)) if *device == DeviceKind::Cpu => Err(bad(

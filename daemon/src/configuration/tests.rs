@@ -87,7 +87,10 @@ fn nothing_given_but_the_device_means_the_documented_defaults() {
     assert_eq!((settings.load_threads, settings.max_managers), (16, 1024));
     assert_eq!(settings.resume_grace, Duration::from_secs(5));
     assert_eq!(settings.drain_grace, Duration::from_secs(10));
-    assert_eq!((settings.pinning.wanted, settings.host_memory), (None, None));
+    assert_eq!(
+        (settings.pinning.wanted, settings.host_memory),
+        (None, None)
+    );
 }
 
 #[test]

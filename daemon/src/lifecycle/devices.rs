@@ -90,8 +90,7 @@ fn gpus(
     found
         .iter()
         .map(|gpu| {
-            let device =
-                CudaDevice::new(&driver, gpu, settings.pinning.chunk).map_err(unusable)?;
+            let device = CudaDevice::new(&driver, gpu, settings.pinning.chunk).map_err(unusable)?;
             tracing::info!(
                 device = device.info().name,
                 gpu = gpu.name,

@@ -57,7 +57,9 @@ impl Pinner {
     /// The NUMA node that segments are best put on.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
-        self.device.as_ref().and_then(|device| device.info().numa_node)
+        self.device
+            .as_ref()
+            .and_then(|device| device.info().numa_node)
     }
 
     /// Pins a filled segment, in chunks that end where tensors begin.
@@ -78,7 +80,10 @@ impl Pinner {
             watch.progress(done, total);
             !watch.is_cancelled()
         };
-        match device.start().and_then(|()| device.pin_segment(segment, &cuts, &mut progress)) {
+        match device
+            .start()
+            .and_then(|()| device.pin_segment(segment, &cuts, &mut progress))
+        {
             Ok(pins) => {
                 tracing::info!(
                     bytes = pins.bytes(),
@@ -92,7 +97,8 @@ impl Pinner {
             }
             Err(_) if watch.is_cancelled() => Err(WeightError::Aborted {
                 what: "load",
-                reason: "the caller is gone or has given up while the segment was pinned".to_owned(),
+                reason: "the caller is gone or has given up while the segment was pinned"
+                    .to_owned(),
             }),
             Err(error) if self.required || is_broken(&error) => Err(error.into()),
             Err(error) => {
@@ -108,5 +114,7 @@ impl Pinner {
 
 /// Whether going on without pinned memory makes no sense.
 fn is_broken(error: &DeviceError) -> bool {
-    error.driver().is_none_or(|error| error.is_sticky() || error.code().is_none())
+    error
+        .driver()
+        .is_none_or(|error| error.is_sticky() || error.code().is_none())
 }

@@ -368,6 +368,7 @@ pub(crate) mod fixture {
                 shm_dir: shm.path().to_owned(),
                 host_limit,
                 load_threads: 2,
+                pinner: Pinner::none(),
             };
             let host = HostMemory {
                 root: state.path().join("none"),
