@@ -17,8 +17,8 @@ pub mod device;
 pub mod driver;
 pub mod error;
 pub mod event;
-//FAKE #[cfg(feature = "fake")]
-//FAKE pub mod fake;
+#[cfg(feature = "fake")]
+pub mod fake;
 pub mod gpu;
 pub mod libcuda;
 pub mod memory;
