@@ -153,7 +153,8 @@ impl DeviceMapping {
         let context = &self.context;
         // SAFETY: target has `length` bytes; both ranges are borrowed until the copy is
         // done, which is waited for below.
-        context.with(|driver| unsafe { driver.copy_in(target, source, length, stream.handle()) })?;
+        context
+            .with(|driver| unsafe { driver.copy_in(target, source, length, stream.handle()) })?;
         Self::finish(&stream)
     }
 
@@ -167,7 +168,8 @@ impl DeviceMapping {
         let (address, length) = (target.as_mut_ptr().expose_provenance(), target.len());
         let context = &self.context;
         // SAFETY: as in `write`; target is borrowed exclusively.
-        context.with(|driver| unsafe { driver.copy_out(address, source, length, stream.handle()) })?;
+        context
+            .with(|driver| unsafe { driver.copy_out(address, source, length, stream.handle()) })?;
         Self::finish(&stream)
     }
 

@@ -10,7 +10,7 @@ use flextensord_proto::layout::{LABEL_BYTES, State, Word};
 
 use crate::setting::{Setting, pattern, segment, source, wait_until};
 
-pub fn bytes_of_any_size_and_offset_arrive_whole(on: &Setting) {
+pub(crate) fn bytes_of_any_size_and_offset_arrive_whole(on: &Setting) {
     const SEGMENT: usize = 40 << 20;
     let from = segment(SEGMENT, 5);
     let _pins = on.device.pin_segment(&from, &[], &mut |_| true).unwrap();
@@ -45,7 +45,7 @@ pub fn bytes_of_any_size_and_offset_arrive_whole(on: &Setting) {
 /// Where the first chunk of a registration ends.
 const CUT: u64 = crate::setting::CHUNK;
 
-pub fn a_publication_comes_after_its_bytes(on: &Setting) {
+pub(crate) fn a_publication_comes_after_its_bytes(on: &Setting) {
     const BYTES: usize = 8 << 20;
     let memory = on.allocate(LABEL_BYTES + BYTES as u64);
     let control = on.control(1);
@@ -69,7 +69,7 @@ pub fn a_publication_comes_after_its_bytes(on: &Setting) {
     assert_eq!(on.device.failed_publications(), 0);
 }
 
-pub fn neighbours_go_in_one_copy_and_are_published_in_order(on: &Setting) {
+pub(crate) fn neighbours_go_in_one_copy_and_are_published_in_order(on: &Setting) {
     let memory = on.allocate(1 << 20);
     let control = on.control(700);
     let from = segment(700 * 256, 6);
@@ -88,7 +88,7 @@ pub fn neighbours_go_in_one_copy_and_are_published_in_order(on: &Setting) {
     }
 }
 
-pub fn copies_arrive_in_the_order_of_their_tickets(on: &Setting) {
+pub(crate) fn copies_arrive_in_the_order_of_their_tickets(on: &Setting) {
     let memory = on.allocate(1 << 20);
     let segments: Vec<_> = (0..50).map(|seed| segment(4096, seed)).collect();
     let mut last = on.device.completed();
@@ -104,7 +104,7 @@ pub fn copies_arrive_in_the_order_of_their_tickets(on: &Setting) {
     assert!(on.read(&memory, LABEL_BYTES, 4096) == pattern(4096, 49));
 }
 
-pub fn poison_is_written_in_the_order_of_the_copies(on: &Setting) {
+pub(crate) fn poison_is_written_in_the_order_of_the_copies(on: &Setting) {
     let memory = on.allocate(1 << 20);
     let from = segment(8192, 8);
     let ticket = memory
@@ -124,7 +124,7 @@ pub fn poison_is_written_in_the_order_of_the_copies(on: &Setting) {
     assert!(read[6144..6160] == expected[..16]);
 }
 
-pub fn what_is_queued_is_counted_until_it_has_arrived(on: &Setting) {
+pub(crate) fn what_is_queued_is_counted_until_it_has_arrived(on: &Setting) {
     const BYTES: u64 = 16 << 20;
     let memory = on.allocate(LABEL_BYTES + BYTES);
     let from = segment(usize::try_from(BYTES).unwrap(), 9);

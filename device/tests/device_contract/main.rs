@@ -11,15 +11,14 @@ mod pinning;
 mod setting;
 mod streams;
 
-/// The cases of one kind of device.
+/// The cases of one kind of device that every machine has.
 macro_rules! on {
-    ($kind:ident, $setting:expr, [$($attribute:meta)?], $($room:ident :: $case:ident),* $(,)?) => {
+    ($kind:ident, $($room:ident :: $case:ident),* $(,)?) => {
         mod $kind {
             $(
                 #[test]
-                $(#[$attribute])?
                 fn $case() {
-                    super::$room::$case(&$setting);
+                    super::$room::$case(&super::setting::$kind());
                 }
             )*
         }
@@ -29,10 +28,24 @@ macro_rules! on {
 /// Cases for all devices, and those for GPUs alone.
 macro_rules! cases {
     (all: $($all:ident :: $all_case:ident),*; gpu: $($gpu:ident :: $gpu_case:ident),* $(;)?) => {
-        on!(cpu, crate::setting::cpu(), [], $($all::$all_case),*);
-        on!(fake, crate::setting::fake(), [], $($all::$all_case),*, $($gpu::$gpu_case),*);
-        on!(cuda, crate::setting::cuda(), [ignore = "needs a GPU"],
-            $($all::$all_case),*, $($gpu::$gpu_case),*);
+        on!(cpu, $($all::$all_case),*);
+        on!(fake, $($all::$all_case),*, $($gpu::$gpu_case),*);
+        cuda!($($all::$all_case),*, $($gpu::$gpu_case),*);
+    };
+}
+
+/// The cases of a real GPU.
+macro_rules! cuda {
+    ($($room:ident :: $case:ident),*) => {
+        mod cuda {
+            $(
+                #[test]
+                #[ignore = "needs a GPU"]
+                fn $case() {
+                    super::$room::$case(&super::setting::cuda());
+                }
+            )*
+        }
     };
 }
 

@@ -10,7 +10,7 @@ use flextensord_proto::layout::LABEL_BYTES;
 
 use crate::setting::{Setting, label, pattern, segment, source};
 
-pub fn memory_is_counted_until_it_is_dropped(on: &Setting) {
+pub(crate) fn memory_is_counted_until_it_is_dropped(on: &Setting) {
     assert_eq!(on.device.allocated_bytes(), 0);
     let memory = on.allocate(8 << 20);
     assert!(memory.bytes() >= 8 << 20);
@@ -20,7 +20,7 @@ pub fn memory_is_counted_until_it_is_dropped(on: &Setting) {
     assert_eq!(on.device.allocated_bytes(), 0);
 }
 
-pub fn more_than_there_is_is_refused_with_figures(on: &Setting) {
+pub(crate) fn more_than_there_is_is_refused_with_figures(on: &Setting) {
     let most = on.device.info().total_bytes;
     let error = on.device.allocate(2 * most, &label()).unwrap_err();
     let DeviceError::Exhausted { total, free, .. } = error else {
@@ -33,12 +33,12 @@ pub fn more_than_there_is_is_refused_with_figures(on: &Setting) {
     drop(on.allocate(4096));
 }
 
-pub fn a_label_stands_at_the_begin(on: &Setting) {
+pub(crate) fn a_label_stands_at_the_begin(on: &Setting) {
     let memory = on.allocate(4096);
     assert_eq!(on.read(&memory, 0, 256), label().encode());
 }
 
-pub fn a_copy_outside_its_memory_or_over_its_label_is_refused(on: &Setting) {
+pub(crate) fn a_copy_outside_its_memory_or_over_its_label_is_refused(on: &Setting) {
     let memory = on.allocate(8192);
     let segment = segment(4096, 1);
     let end = memory.bytes();
@@ -52,7 +52,7 @@ pub fn a_copy_outside_its_memory_or_over_its_label_is_refused(on: &Setting) {
 }
 
 /// The driver may map an allocation twice in a process, also in the one that made it.
-pub fn memory_imported_twice_reads_the_same(on: &Setting) {
+pub(crate) fn memory_imported_twice_reads_the_same(on: &Setting) {
     let memory = on.allocate(1 << 20);
     let from = segment(4096, 2);
     let ticket = memory
@@ -76,7 +76,7 @@ pub fn memory_imported_twice_reads_the_same(on: &Setting) {
     assert!(bytes == pattern(4096, 2));
 }
 
-pub fn what_was_let_go_stays_while_an_import_maps_it(on: &Setting) {
+pub(crate) fn what_was_let_go_stays_while_an_import_maps_it(on: &Setting) {
     let free = on.device.free_bytes();
     let memory = on.allocate(64 << 20);
     let from = segment(4096, 3);

@@ -10,7 +10,7 @@ use crate::setting::{CHUNK, Setting, pattern, segment, source};
 
 const POOL: usize = 10 << 20;
 
-pub fn a_segment_is_pinned_in_chunks_and_copied_across_them(on: &Setting) {
+pub(crate) fn a_segment_is_pinned_in_chunks_and_copied_across_them(on: &Setting) {
     let from = segment(POOL, 11);
     let mut steps = Vec::new();
     let mut note = |done| {
@@ -29,7 +29,7 @@ pub fn a_segment_is_pinned_in_chunks_and_copied_across_them(on: &Setting) {
     assert_eq!(on.device.failed_drops().0, 0);
 }
 
-pub fn pinning_and_unpinning_two_hundred_times_leaves_nothing(on: &Setting) {
+pub(crate) fn pinning_and_unpinning_two_hundred_times_leaves_nothing(on: &Setting) {
     let from = segment(POOL, 12);
     for _ in 0..200 {
         let pins = on.device.pin_segment(&from, &[], &mut |_| true).unwrap();
@@ -38,9 +38,11 @@ pub fn pinning_and_unpinning_two_hundred_times_leaves_nothing(on: &Setting) {
     assert_eq!(on.device.failed_drops(), (0, Vec::new()));
 }
 
-pub fn pinning_can_be_given_up_between_chunks(on: &Setting) {
+pub(crate) fn pinning_can_be_given_up_between_chunks(on: &Setting) {
     let from = segment(POOL, 13);
-    let error = on.device.pin_segment(&from, &[], &mut |done| done < 2 * CHUNK);
+    let error = on
+        .device
+        .pin_segment(&from, &[], &mut |done| done < 2 * CHUNK);
     assert!(matches!(
         error,
         Err(DeviceError::Registration(RegistrationError::Cancelled { done, .. }))
@@ -50,7 +52,7 @@ pub fn pinning_can_be_given_up_between_chunks(on: &Setting) {
     on.device.pin_segment(&from, &[], &mut |_| true).unwrap();
 }
 
-pub fn a_range_is_not_pinned_twice(on: &Setting) {
+pub(crate) fn a_range_is_not_pinned_twice(on: &Setting) {
     let from = segment(POOL, 14);
     let context = &on.gpu().context;
     let first = Registration::new(context, &from, CHUNK, &[], &mut |_| true).unwrap();
@@ -62,7 +64,7 @@ pub fn a_range_is_not_pinned_twice(on: &Setting) {
     assert_eq!(context.failure(), None);
 }
 
-pub fn unpinned_memory_is_copied_all_the_same(on: &Setting) {
+pub(crate) fn unpinned_memory_is_copied_all_the_same(on: &Setting) {
     let from = segment(POOL, 15);
     let memory = on.allocate(LABEL_BYTES + POOL as u64);
     let whole = source(&from, 0, POOL as u64);

@@ -24,35 +24,35 @@ use flextensord_device::{
 };
 
 /// Bytes that one call of the driver pins at most, here.
-pub const CHUNK: u64 = 3 << 20;
+pub(crate) const CHUNK: u64 = 3 << 20;
 /// The longest that anything is waited for.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A device under test.
-pub struct Setting {
-    pub device: Arc<dyn Device>,
-    pub gpu: Option<OnGpu>,
+pub(crate) struct Setting {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) gpu: Option<OnGpu>,
 }
 
 /// A GPU under test.
-pub struct OnGpu {
-    pub driver: Arc<dyn Driver>,
-    pub context: Arc<Context>,
+pub(crate) struct OnGpu {
+    pub(crate) driver: Arc<dyn Driver>,
+    pub(crate) context: Arc<Context>,
 }
 
-pub fn cpu() -> Setting {
+pub(crate) fn cpu() -> Setting {
     Setting {
         device: Arc::new(CpuDevice::new("contract", 0, 1 << 30, None).unwrap()),
         gpu: None,
     }
 }
 
-pub fn fake() -> Setting {
+pub(crate) fn fake() -> Setting {
     let settings = FakeSettings::from_text("gpus=1,memory=1GiB").unwrap();
     of(FakeDriver::new(settings))
 }
 
-pub fn cuda() -> Setting {
+pub(crate) fn cuda() -> Setting {
     of(libcuda::load().unwrap())
 }
 
@@ -68,16 +68,16 @@ fn of(driver: Arc<dyn Driver>) -> Setting {
 }
 
 impl Setting {
-    pub fn gpu(&self) -> &OnGpu {
+    pub(crate) fn gpu(&self) -> &OnGpu {
         self.gpu.as_ref().unwrap()
     }
 
-    pub fn allocate(&self, bytes: u64) -> Arc<dyn Memory> {
+    pub(crate) fn allocate(&self, bytes: u64) -> Arc<dyn Memory> {
         self.device.allocate(bytes, &label()).unwrap()
     }
 
     /// A registered control page of `parts` parts.
-    pub fn control(&self, parts: u32) -> Arc<ControlPage> {
+    pub(crate) fn control(&self, parts: u32) -> Arc<ControlPage> {
         let identity = ControlIdentity {
             lease_epoch: 1,
             plan_version: 1,
@@ -89,12 +89,12 @@ impl Setting {
     }
 
     /// Waits until a copy has arrived.
-    pub fn wait(&self, ticket: Ticket) {
+    pub(crate) fn wait(&self, ticket: Ticket) {
         wait_until("a copy arrives", || self.device.completed() >= ticket);
     }
 
     /// What a client reads there.
-    pub fn read(&self, memory: &Arc<dyn Memory>, offset: u64, bytes: usize) -> Vec<u8> {
+    pub(crate) fn read(&self, memory: &Arc<dyn Memory>, offset: u64, bytes: usize) -> Vec<u8> {
         let mut read = vec![0; bytes];
         let exported = memory.export().unwrap();
         match &self.gpu {
@@ -113,7 +113,7 @@ impl Setting {
     }
 }
 
-pub fn label() -> Label {
+pub(crate) fn label() -> Label {
     Label {
         instance: "contract".into(),
         allocation: 7,
@@ -122,7 +122,7 @@ pub fn label() -> Label {
 }
 
 /// Host memory with bytes that tell their place.
-pub fn segment(bytes: usize, seed: u64) -> Arc<Mapping> {
+pub(crate) fn segment(bytes: usize, seed: u64) -> Arc<Mapping> {
     let file = memfd::create("contract", bytes as u64).unwrap();
     let mapping = Mapping::new(file.as_fd(), bytes, Access::ReadWrite).unwrap();
     mapping.write(0, &pattern(bytes, seed)).unwrap();
@@ -130,7 +130,7 @@ pub fn segment(bytes: usize, seed: u64) -> Arc<Mapping> {
 }
 
 /// Bytes that differ from place to place and from seed to seed.
-pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
+pub(crate) fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut words = Vec::with_capacity(bytes + 8);
     while words.len() < bytes {
@@ -143,7 +143,7 @@ pub fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
     words
 }
 
-pub fn source(segment: &Arc<Mapping>, offset: u64, bytes: u64) -> Source {
+pub(crate) fn source(segment: &Arc<Mapping>, offset: u64, bytes: u64) -> Source {
     Source {
         segment: Arc::clone(segment),
         offset,
@@ -151,7 +151,7 @@ pub fn source(segment: &Arc<Mapping>, offset: u64, bytes: u64) -> Source {
     }
 }
 
-pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let begin = Instant::now();
     while !is_so() {
         assert!(begin.elapsed() < LIMIT, "never: {what}");

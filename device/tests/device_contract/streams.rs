@@ -3,7 +3,10 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use flextensord_device::{
-    cuda::{event::Event, stream::{CallerStream, Stream}},
+    cuda::{
+        event::Event,
+        stream::{CallerStream, Stream},
+    },
     device::Publish,
     handover::Cells as _,
 };
@@ -11,7 +14,7 @@ use flextensord_proto::layout::{LABEL_BYTES, State, WANT_NONE, Word};
 
 use crate::setting::{Setting, segment, source, wait_until};
 
-pub fn a_stream_waits_for_a_part_marks_it_and_gives_it_back(on: &Setting) {
+pub(crate) fn a_stream_waits_for_a_part_marks_it_and_gives_it_back(on: &Setting) {
     let context = &on.gpu().context;
     let control = on.control(4);
     let slots = control.slots().unwrap();
@@ -38,13 +41,16 @@ pub fn a_stream_waits_for_a_part_marks_it_and_gives_it_back(on: &Setting) {
     assert!(control.load(2).is_empty(7));
 }
 
-pub fn a_write_of_64_bits_satisfies_a_wait_for_its_low_half(on: &Setting) {
+pub(crate) fn a_write_of_64_bits_satisfies_a_wait_for_its_low_half(on: &Setting) {
     let context = &on.gpu().context;
     let control = on.control(1);
     let stream = Stream::new(context).unwrap();
     let memory = on.allocate(4096);
     for sequence in [1, u32::MAX, 0, 1] {
-        let taken = control.slots().unwrap().take(CallerStream::from(&stream), &[0]);
+        let taken = control
+            .slots()
+            .unwrap()
+            .take(CallerStream::from(&stream), &[0]);
         taken.unwrap();
         let publish = Publish {
             control: Arc::clone(&control),
@@ -58,12 +64,14 @@ pub fn a_write_of_64_bits_satisfies_a_wait_for_its_low_half(on: &Setting) {
         });
         let slots = control.slots().unwrap();
         slots.give_back(CallerStream::from(&stream), &[0]).unwrap();
-        wait_until("the part is given back", || control.load(0).is_empty(sequence));
+        wait_until("the part is given back", || {
+            control.load(0).is_empty(sequence)
+        });
     }
 }
 
 /// One event serves many waits: each stands for the recording before it.
-pub fn an_event_holds_up_what_it_stood_for_when_it_was_asked(on: &Setting) {
+pub(crate) fn an_event_holds_up_what_it_stood_for_when_it_was_asked(on: &Setting) {
     let context = &on.gpu().context;
     let control = on.control(2);
     let slots = control.slots().unwrap();
@@ -97,7 +105,7 @@ pub fn an_event_holds_up_what_it_stood_for_when_it_was_asked(on: &Setting) {
     assert!(event.has_passed().unwrap());
 }
 
-pub fn many_parts_are_taken_in_batches(on: &Setting) {
+pub(crate) fn many_parts_are_taken_in_batches(on: &Setting) {
     const PARTS: u32 = 600;
     let control = on.control(PARTS);
     let slots = control.slots().unwrap();
@@ -121,12 +129,16 @@ pub fn many_parts_are_taken_in_batches(on: &Setting) {
     wait_until("all are given back", || control.parts_in_use() == 0);
 }
 
-pub fn a_part_that_the_page_has_not_is_refused(on: &Setting) {
+pub(crate) fn a_part_that_the_page_has_not_is_refused(on: &Setting) {
     let control = on.control(3);
     let stream = Stream::new(&on.gpu().context).unwrap();
     let slots = control.slots().unwrap();
     assert!(slots.take(CallerStream::from(&stream), &[0, 3]).is_err());
-    assert!(slots.give_back(CallerStream::from(&stream), &[u32::MAX]).is_err());
+    assert!(
+        slots
+            .give_back(CallerStream::from(&stream), &[u32::MAX])
+            .is_err()
+    );
     assert!(stream.is_done().unwrap());
     assert_eq!(control.want(), WANT_NONE);
 }
