@@ -156,6 +156,18 @@ impl ControlPage {
         }
     }
 
+    /// A number that changes when a slot word or `want` does.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        // FNV-1a over words instead of bytes
+        const PRIME: u64 = 0x0000_0100_0000_01b3;
+        (0..self.identity.parts).fold(u64::from(self.want()), |sum, part| {
+            (sum ^ self.load(part).0)
+                .wrapping_mul(PRIME)
+                .rotate_left(17)
+        })
+    }
+
     /// Number of parts whose word says in use.
     #[must_use]
     pub fn parts_in_use(&self) -> u32 {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use flextensord_device::cuda::{context::Context, driver::Driver, error::CudaError, gpu};
+use flextensord_device::cuda::{context::Context, driver::Driver, error::CudaError, gpu, libcuda};
 
 use crate::{connection::Client, error::ClientError, lease::Lease};
 
@@ -43,21 +43,13 @@ fn open(
 ) -> Result<Arc<Context>, ClientError> {
     let driver = match driver {
         Some(driver) => driver,
-        None => system_driver()?,
+        None => libcuda::load()?,
     };
     let gpu = gpu::find(driver.as_ref(), &uuid).map_err(|error| match error {
         CudaError::NoGpu { seen, .. } => ClientError::GpuNotVisible { device, uuid, seen },
         other => other.into(),
     })?;
     Ok(Context::open(&driver, &gpu)?)
-}
-
-/// The driver of the system.
-// TO REPLACE: `flextensord_device::cuda::libcuda::load()`, once it is there
-fn system_driver() -> Result<Arc<dyn Driver>, CudaError> {
-    Err(CudaError::NoDriver {
-        tried: "this build cannot load libcuda.so.1".to_owned(),
-    })
 }
 
 #[cfg(test)]
