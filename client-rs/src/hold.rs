@@ -114,8 +114,8 @@ impl Hold {
         checked.and(ended)
     }
 
-    /// Gives the layer back on `stream`, behind what is queued there. A hold over RPC is
-    /// given back once that is done.
+    /// Gives the layer back on `stream`, behind what is queued there and on the stream that
+    /// it was acquired on. A hold over RPC is given back once that is done.
     ///
     /// # Errors
     /// As [`Hold::release`], and [`ClientError::WrongDevice`] where there are no streams;
@@ -125,8 +125,11 @@ impl Hold {
         if self.plane.gpu.is_none() {
             return Err(self.plane.wrong_device("release_on", "release"));
         }
-        let capture = self.on.and_then(|on| on.capture);
-        self.on = Some(OnStream { stream, capture });
+        self.on = Some(OnStream {
+            stream,
+            taken: self.on.and_then(|on| on.taken),
+            capture: self.on.and_then(|on| on.capture),
+        });
         self.release()
     }
 

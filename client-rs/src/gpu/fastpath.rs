@@ -64,8 +64,7 @@ impl Plane {
         // resident parts are always there and touch no word
         if layer.streamed.is_empty() {
             order.count(id);
-            let capture = None;
-            return Ok(OnStream { stream, capture });
+            return Ok(OnStream::new(stream, None));
         }
         let mode = self
             .enter_mode(core, &mut order, &mut table, stream)
@@ -88,10 +87,7 @@ impl Plane {
         order.count(id);
         drop((order, table));
         self.wake_after(mode, touched);
-        Ok(OnStream {
-            stream,
-            capture: mode.capture(),
-        })
+        Ok(OnStream::new(stream, mode.capture()))
     }
 
     /// Gives a layer back on `stream`, behind what is queued there.
@@ -111,8 +107,7 @@ impl Plane {
     ) -> Result<(), ClientError> {
         let core = gpu.core();
         let layer = self.plan.layer(ended.layer)?;
-        let Err(refusal) = self.unhold(core, ended.layer, layer, on.stream, Some(on.capture))
-        else {
+        let Err(refusal) = self.unhold(core, ended.layer, layer, on.stream, Some(on)) else {
             return Ok(());
         };
         if refusal.stays {
@@ -147,14 +142,14 @@ impl Plane {
         marked.map_err(|error| core.explain(error))
     }
 
-    /// `taken` is the capture that the hold was taken in; none where the caller counts.
+    /// `on` says where the hold was taken; none where the caller counts.
     fn unhold(
         &self,
         core: &Core,
         id: LayerId,
         layer: &Layer,
         stream: CallerStream,
-        taken: Option<Option<u64>>,
+        on: Option<OnStream>,
     ) -> Result<(), Refusal> {
         let mut table = self.table();
         let mut order = core.order();
@@ -171,7 +166,7 @@ impl Plane {
                 Err(Refusal::gone(not_held(layer)))
             };
         }
-        let inside = taken.flatten();
+        let inside = on.and_then(|on| on.capture);
         let kept = |error| Refusal {
             error,
             stays: inside.is_none() && core.context.failure().is_none(),
@@ -192,6 +187,11 @@ impl Plane {
         order.cross(mode, &mut table, &self.plan).map_err(kept)?;
         if !order.is_held(id) {
             return Err(Refusal::gone(not_held(layer)));
+        }
+        // what reads the layer may have been queued there since the last call
+        if let Some(taken) = on.and_then(|on| on.taken).filter(|taken| *taken != stream) {
+            self.join(core, &mut order, &mut table, taken, mode)
+                .map_err(kept)?;
         }
         let mut last = std::mem::take(&mut order.parts);
         last.clear();
@@ -224,6 +224,24 @@ impl Plane {
         let mode = order.mode(&core.context, stream, table, &self.plan)?;
         order.cross(mode, table, &self.plan)?;
         Ok(mode)
+    }
+
+    /// Puts what is queued on `taken` before what comes next.
+    fn join(
+        &self,
+        core: &Core,
+        order: &mut Order,
+        table: &mut HoldTable,
+        taken: CallerStream,
+        mode: Mode,
+    ) -> Result<(), ClientError> {
+        if order.mode(&core.context, taken, table, &self.plan)? != mode {
+            return Err(ClientError::State(
+                "one of the streams that a layer is acquired and released on is being captured, \
+                 the other not",
+            ));
+        }
+        order.follow(&core.context, taken, mode)
     }
 
     /// Queues `what` behind all before it. Also where no word is touched, the streams of

@@ -38,12 +38,25 @@ use order::Order;
 /// is queued as a whole or not at all.
 const TAKE_PARTS: usize = 84;
 
-/// Where a hold was taken.
+/// Where a hold was taken, and is given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OnStream {
+    /// Where it is given back: where it was taken, unless the caller names another.
     pub(crate) stream: CallerStream,
+    /// Where it was taken, and so may be read; none for a hold over RPC.
+    pub(crate) taken: Option<CallerStream>,
     /// The capture that it was taken in.
     pub(crate) capture: Option<u64>,
+}
+
+impl OnStream {
+    fn new(stream: CallerStream, capture: Option<u64>) -> Self {
+        Self {
+            stream,
+            taken: Some(stream),
+            capture,
+        }
+    }
 }
 
 /// What the queued work of a plan uses. It outlives the plan where that is dropped with

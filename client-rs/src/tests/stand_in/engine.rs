@@ -12,6 +12,9 @@ use super::Stage;
 /// Longer than any acquire in a test waits: a wake-up that is lost shows as a failure.
 const SLEEP: Duration = Duration::from_secs(20);
 
+/// A GPU that writes a word rings nobody.
+const POLL: Duration = Duration::from_millis(1);
+
 struct Issued(Vec<u32>);
 
 impl Journal for Issued {
@@ -48,7 +51,8 @@ pub(crate) fn run(stage: &Stage) {
         asleep(true);
         // looks once more: who changed a word before that may not have rung
         if !step(stage, &mut filler, &mut next) {
-            doorbell::wait_any(&[&stage.doorbell], SLEEP);
+            let on_gpu = stage.memory.gpu_uuid().is_some();
+            doorbell::wait_any(&[&stage.doorbell], if on_gpu { POLL } else { SLEEP });
             stage.doorbell.clear();
         }
         asleep(false);
@@ -109,6 +113,5 @@ fn overlapping(stage: &Stage, part: u32) -> Vec<u32> {
 
 fn write(stage: &Stage, part: u32, place: u64) {
     let bytes = bytes_of(part, stage.parts[part as usize].bytes);
-    let offset = usize::try_from(place * 256).unwrap();
-    stage.memory.write(offset, &bytes).unwrap();
+    stage.memory.write(place * 256, &bytes);
 }

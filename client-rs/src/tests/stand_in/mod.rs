@@ -2,6 +2,7 @@
 //! fills parts by the real rules of the hand-over. Part `n` holds one tensor `t<n>`.
 
 mod engine;
+mod memory;
 mod service;
 
 use std::{
@@ -18,15 +19,15 @@ use std::{
 
 use flextensord_device::{
     control::{ControlIdentity, ControlPage},
+    cuda::fake::{FakeDriver, FakeSettings},
     descriptor,
     doorbell::Doorbell,
-    mapping::{Access, Mapping},
-    memfd,
     notice::NoticePage,
 };
 use flextensord_proto::v1::{
-    ChannelAnswer, ChannelRequest, LeaseEvent, Offered, PutRequest, Redeemed, Refused, Welcome,
-    channel_answer::Answer, channel_request::Request,
+    ChannelAnswer, ChannelRequest, LeaseEnded, LeaseEvent, Offered, PutRequest, Redeemed, Refused,
+    Welcome, channel_answer::Answer, channel_request::Request, lease_ended::Reason,
+    lease_event::Event,
 };
 use prost::Message as _;
 use tokio::sync::mpsc;
@@ -35,6 +36,7 @@ use tonic::Status;
 use crate::{Address, ConnectOptions};
 
 pub(crate) use engine::bytes_of;
+use memory::StageMemory;
 
 /// A part of the stage's plan.
 #[derive(Debug, Clone, Copy)]
@@ -49,8 +51,7 @@ pub(crate) struct StagePart {
 pub(crate) struct Stage {
     pub(crate) parts: Vec<StagePart>,
     control: ControlPage,
-    memory: Mapping,
-    memory_descriptor: OwnedFd,
+    memory: StageMemory,
     notice: Mutex<NoticePage>,
     doorbell: Doorbell,
     stopped: AtomicBool,
@@ -94,6 +95,8 @@ impl Stage {
 /// A running stand-in. Dropped, it dies like a killed daemon.
 pub(crate) struct StandIn {
     pub(crate) stage: Arc<Stage>,
+    /// The client's driver, where the device is a GPU.
+    pub(crate) driver: Option<Arc<FakeDriver>>,
     directory: tempfile::TempDir,
     runtime: Option<tokio::runtime::Runtime>,
     threads: Vec<thread::JoinHandle<()>>,
@@ -101,19 +104,25 @@ pub(crate) struct StandIn {
 
 impl StandIn {
     pub(crate) fn start(parts: &[StagePart]) -> Self {
+        Self::start_on(parts, StageMemory::host(), None)
+    }
+
+    /// With memory of a GPU; the client has a driver of its own, as another process has.
+    pub(crate) fn start_on_gpu(parts: &[StagePart]) -> Self {
+        let driver = FakeDriver::new(FakeSettings::default());
+        Self::start_on(parts, StageMemory::gpu(), Some(driver))
+    }
+
+    fn start_on(parts: &[StagePart], memory: StageMemory, driver: Option<Arc<FakeDriver>>) -> Self {
         let identity = ControlIdentity {
             lease_epoch: 7,
             plan_version: 1,
             parts: u32::try_from(parts.len()).unwrap(),
         };
-        let size: usize = 1 << 20;
-        let memory_descriptor = memfd::create("stand-in", size as u64).unwrap();
-        let memory = Mapping::new(memory_descriptor.as_fd(), size, Access::ReadWrite).unwrap();
         let stage = Arc::new(Stage {
             parts: parts.to_vec(),
             control: ControlPage::create(identity).unwrap(),
             memory,
-            memory_descriptor,
             notice: Mutex::new(NoticePage::create(1).unwrap()),
             doorbell: Doorbell::new().unwrap(),
             stopped: AtomicBool::new(false),
@@ -134,6 +143,7 @@ impl StandIn {
         };
         let mut stand_in = Self {
             stage,
+            driver,
             directory,
             runtime: None,
             threads: vec![channel, engine],
@@ -176,6 +186,15 @@ impl StandIn {
         self.stage.doorbell.ring();
     }
 
+    /// Ends the lease as an operator does.
+    pub(crate) fn terminate(&self) {
+        let ended = LeaseEnded {
+            reason: Reason::Terminated.into(),
+        };
+        let event = Some(Event::Ended(ended));
+        self.lease_event(Some(LeaseEvent { event }));
+    }
+
     /// Sends an event on the lease's stream, or ends the stream.
     pub(crate) fn lease_event(&self, event: Option<LeaseEvent>) {
         let mut state = self.stage.state();
@@ -189,6 +208,7 @@ impl StandIn {
         ConnectOptions {
             address: Address::from(self.socket().as_path()),
             patience: Duration::from_secs(2),
+            driver: self.driver.clone().map(|driver| driver as _),
             ..ConnectOptions::default()
         }
     }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::{handover, memfd};
+use flextensord_device::handover;
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     v1::{
@@ -17,7 +17,6 @@ use flextensord_proto::{
         *,
     },
 };
-use std::os::fd::AsFd as _;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::{UnboundedReceiverStream, UnixListenerStream};
 use tonic::{Request, Response, Status, Streaming};
@@ -69,16 +68,20 @@ impl Offload for Actor {
             self.0.state().resumed += 1;
         }
         let notice = self.0.notice.lock().unwrap().export().unwrap();
+        let uuid = self.0.memory.gpu_uuid();
+        let kind = if uuid.is_some() { "cuda" } else { "cpu" };
         let opened = Opened {
             name: request.name,
             token: TOKEN.to_vec(),
             lease_epoch: 7,
             daemon_generation: 1,
             protocol: 1,
-            device: "cpu:0".to_owned(),
+            device: format!("{kind}:0"),
             notice_ticket: self.0.ticket(notice),
             doorbell_ticket: self.0.ticket(self.0.doorbell.export().unwrap()),
             engine: 3,
+            device_kind: kind.to_owned(),
+            device_uuid: uuid.unwrap_or_default(),
         };
         let (sender, receiver) = mpsc::unbounded_channel();
         let event = Some(Event::Opened(opened));
@@ -113,7 +116,7 @@ impl Offload for Actor {
     async fn get_plan(&self, request: Request<GetPlanRequest>) -> Answer<Self::GetPlanStream> {
         self.owned(&request.into_inner().token, "")?;
         let stage = &self.0;
-        let memory = memfd::reopen(stage.memory_descriptor.as_fd(), false).unwrap();
+        let memory = stage.memory.export();
         let layers = u32::try_from(stage.state().layers.len()).unwrap();
         let memory = PlanMemory {
             plan_version: 1,
@@ -121,7 +124,7 @@ impl Offload for Actor {
             layers,
             allocations: vec![Allocation {
                 id: 1,
-                bytes: stage.memory.size() as u64,
+                bytes: stage.memory.bytes(),
                 ticket: stage.ticket(memory),
                 ring: true,
             }],
