@@ -208,6 +208,12 @@ impl ClientError {
         match self {
             Self::Refused(failure) => failure.details.get("remedy").map(String::as_str),
             Self::Unreachable { remedy, .. } => Some(remedy),
+            Self::LeaseLost {
+                context_lost: true, ..
+            }
+            | Self::DaemonLost {
+                context_lost: true, ..
+            } => Some("restart the process"),
             Self::GpuNotVisible { .. } => {
                 Some("let the process see that GPU, or open the manager on another device")
             }

@@ -21,6 +21,7 @@ impl Manager {
     ///
     /// The stream is one of the manager's GPU, in its primary context, and lives until
     /// holds acquired on it are released and the manager is closed or used with another.
+    /// The default stream of a thread is refused: other threads cannot wait for it.
     ///
     /// # Errors
     /// [`ClientError::HoldConflict`] before anything is queued,
