@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, error::ErrorKind};
 use crate::{
     configuration::{self, ConfigurationError, Flags, Key, Settings, Sources, show},
     doctor,
-    lifecycle::{Exit, logging, serve},
+    lifecycle::{Exit, devices::Drivers, logging, serve},
 };
 
 /// What each exit status means; part of the help.
@@ -15,7 +15,7 @@ const STATUSES: &str = "\
 Exit status:
   0   done, or stopped when told to
   64  the command line is wrong
-  69  a check of doctor has failed
+  69  a check of doctor has failed, or the device cannot be used
   70  internal error
   73  the instance is served by another daemon
   75  try again
@@ -51,9 +51,14 @@ struct Shown {
 
 /// Does what `arguments`, the program's name first, ask for.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> Exit {
+    run_with(arguments, &Drivers::of_machine())
+}
+
+/// As [`run`], with CUDA drivers from elsewhere.
+pub fn run_with(arguments: impl Iterator<Item = OsString>, drivers: &Drivers) -> Exit {
     match CommandLine::try_parse_from(arguments) {
         Ok(CommandLine { command }) => match command {
-            Command::Serve(flags) => daemon(&flags),
+            Command::Serve(flags) => daemon(&flags, drivers),
             Command::CheckConfig(shown) => check_config(&shown),
             Command::Doctor(shown) => examine(&shown),
         },
@@ -68,7 +73,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Exit {
     }
 }
 
-fn daemon(flags: &Flags) -> Exit {
+fn daemon(flags: &Flags, drivers: &Drivers) -> Exit {
     let settings = match configuration::load(&Sources::of_process(flags)) {
         Ok(settings) => settings,
         Err(error) => return refuse(&error),
@@ -77,7 +82,7 @@ fn daemon(flags: &Flags) -> Exit {
         complain(&error);
         return error.exit();
     }
-    serve::run(&settings)
+    serve::run(&settings, drivers)
 }
 
 fn check_config(shown: &Shown) -> Exit {

@@ -227,6 +227,9 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// was started.
     fn free_bytes(&self) -> u64;
 
+    /// Bytes allocated here and not yet given back.
+    fn allocated_bytes(&self) -> u64;
+
     /// Allocations are made of whole multiples of this.
     fn granularity(&self) -> u64 {
         1

@@ -101,6 +101,38 @@ impl Mapping {
         })
     }
 
+    /// Puts pages that the object gets from here on onto the NUMA node `node`, as long as
+    /// that has room.
+    pub(crate) fn prefer_node(&self, node: u32) -> Result<(), KernelError> {
+        // linux/mempolicy.h; libc has no mbind
+        const PREFERRED: libc::c_int = 1;
+        const BITS: u32 = 64;
+        let mut nodes = [0_u64; 16];
+        let at = usize::try_from(node / BITS).unwrap_or(usize::MAX);
+        let failed = |e| KernelError::new(format!("prefer NUMA node {node}"), e);
+        let Some(word) = nodes.get_mut(at) else {
+            return Err(failed(io::Error::from_raw_os_error(libc::EINVAL)));
+        };
+        *word = 1 << (node % BITS);
+        // SAFETY: the range is that of the mapping, which lives as long as self; the mask
+        // has as many bits as is said, and is only read.
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                self.start.as_ptr(),
+                self.size,
+                PREFERRED,
+                nodes.as_ptr(),
+                nodes.len() * 64,
+                0,
+            )
+        };
+        match done {
+            0 => Ok(()),
+            _ => Err(failed(io::Error::last_os_error())),
+        }
+    }
+
     /// Bytes of the mapping.
     #[must_use]
     pub fn size(&self) -> usize {

@@ -107,6 +107,20 @@ impl SegmentBuilder {
     /// [`SegmentError::Full`] when the file system has too little room; nothing is
     /// left behind then.
     pub fn new(directory: &Path, name: &str, bytes: u64) -> Result<Self, SegmentError> {
+        Self::on_node(directory, name, bytes, None)
+    }
+
+    /// As [`SegmentBuilder::new`], its pages on the NUMA node `node` as long as that has
+    /// room.
+    ///
+    /// # Errors
+    /// As [`SegmentBuilder::new`], and when the kernel knows no such node.
+    pub fn on_node(
+        directory: &Path,
+        name: &str,
+        bytes: u64,
+        node: Option<u32>,
+    ) -> Result<Self, SegmentError> {
         let size = usize::try_from(bytes)
             .ok()
             .filter(|size| *size > 0 && isize::try_from(*size).is_ok())
@@ -137,13 +151,27 @@ impl SegmentBuilder {
         if bytes > free {
             return Err(full());
         }
+        // the policy belongs to the object: it must stand before the first page does
+        let bound = match node {
+            Some(node) => {
+                file.set_len(bytes)
+                    .map_err(|e| KernelError::new(format!("size {}", path.display()), e))?;
+                let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
+                mapping.prefer_node(node)?;
+                Some(mapping)
+            }
+            None => None,
+        };
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(|e| match e {
             rustix::io::Errno::NOSPC | rustix::io::Errno::NOMEM => full(),
             e => {
                 KernelError::new(format!("reserve {bytes} bytes for {}", path.display()), e).into()
             }
         })?;
-        let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
+        let mapping = match bound {
+            Some(mapping) => mapping,
+            None => Mapping::new(file.as_fd(), size, Access::ReadWrite)?,
+        };
         Ok(Self {
             file,
             mapping,
@@ -290,6 +318,15 @@ mod tests {
             populate(&mut bytes[range]);
         }
         assert!(bytes.iter().all(|byte| *byte == 9));
+    }
+
+    #[test]
+    fn a_segment_may_prefer_a_node_that_there_is_and_no_other() {
+        let directory = tempfile::tempdir().unwrap();
+        let on = |node| SegmentBuilder::on_node(directory.path(), "s", 9000, Some(node));
+        assert_eq!(on(0).unwrap().bytes_mut().unwrap().len(), 9000);
+        assert!(matches!(on(900), Err(SegmentError::Kernel(_))));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -96,6 +96,8 @@ kinds! {
     Draining = "DRAINING", Unavailable, true;
     /// A system call failed.
     Kernel = "KERNEL", Internal, false;
+    /// The driver refuses to pin host memory.
+    Pinning = "PINNING", ResourceExhausted, true;
     /// The device or its driver failed.
     Device = "DEVICE", Internal, false;
     /// A fault of the daemon itself.

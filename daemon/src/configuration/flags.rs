@@ -24,8 +24,9 @@ pub struct Flags {
     /// Directory of the segments [default: /dev/shm]
     #[arg(long, value_name = "DIR")]
     pub shm_dir: Option<String>,
-    /// Kind of device to move weights to (cpu); there is no default
-    #[arg(long, value_name = "KIND")]
+    /// Devices to move weights to: cpu, cuda for all GPUs, or a list of cuda:N and UUIDs;
+    /// there is no default
+    #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
     /// Number of cpu devices, 1 to 32 [default: 1]
     #[arg(long, value_name = "N")]
@@ -39,6 +40,13 @@ pub struct Flags {
     /// Whether to pin segments (true, false) [default: what the device needs]
     #[arg(long, value_name = "BOOL")]
     pub pinned_memory: Option<String>,
+    /// Refuse a weight set that cannot be pinned (true), or take it unpinned, slower and
+    /// shown as degraded (false) [default: true]
+    #[arg(long, value_name = "BOOL")]
+    pub require_pinned: Option<String>,
+    /// Most bytes to pin in one call of the driver, such as 16GiB [default: 16GiB]
+    #[arg(long, value_name = "SIZE")]
+    pub pin_chunk: Option<String>,
     /// Most bytes of weight sets in host memory [default: what the machine allows]
     #[arg(long, value_name = "SIZE")]
     pub host_memory: Option<String>,
@@ -79,6 +87,8 @@ impl Flags {
             Key::CpuMemory => &self.cpu_memory,
             Key::CpuLink => &self.cpu_link,
             Key::PinnedMemory => &self.pinned_memory,
+            Key::RequirePinned => &self.require_pinned,
+            Key::PinChunk => &self.pin_chunk,
             Key::HostMemory => &self.host_memory,
             Key::LoadThreads => &self.load_threads,
             Key::MaxManagers => &self.max_managers,

@@ -20,6 +20,10 @@ pub enum Key {
     CpuLink,
     /// Whether segments are pinned for the device.
     PinnedMemory,
+    /// Whether a segment that cannot be pinned is refused.
+    RequirePinned,
+    /// Most bytes that are pinned in one call of the driver.
+    PinChunk,
     /// Most bytes of weight sets in host memory.
     HostMemory,
     /// Threads that read a checkpoint.
@@ -40,7 +44,7 @@ pub enum Key {
 
 impl Key {
     /// All keys, in the order of their listing.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::Instance,
         Self::RuntimeDir,
         Self::ShmDir,
@@ -49,6 +53,8 @@ impl Key {
         Self::CpuMemory,
         Self::CpuLink,
         Self::PinnedMemory,
+        Self::RequirePinned,
+        Self::PinChunk,
         Self::HostMemory,
         Self::LoadThreads,
         Self::MaxManagers,
@@ -71,6 +77,8 @@ impl Key {
             Self::CpuMemory => "cpu_memory",
             Self::CpuLink => "cpu_link",
             Self::PinnedMemory => "pinned_memory",
+            Self::RequirePinned => "require_pinned",
+            Self::PinChunk => "pin_chunk",
             Self::HostMemory => "host_memory",
             Self::LoadThreads => "load_threads",
             Self::MaxManagers => "max_managers",

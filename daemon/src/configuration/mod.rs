@@ -22,7 +22,7 @@ pub use error::ConfigurationError;
 pub use flags::Flags;
 pub use key::Key;
 pub use layer::{Given, Layer, Origin};
-pub use settings::{CpuSettings, DeviceKind, LogFormat, Settings};
+pub use settings::{CpuSettings, DeviceKind, LogFormat, Pinning, Settings};
 
 use std::path::{Path, PathBuf};
 

@@ -16,11 +16,29 @@ const SOCKET_PATH_BYTES: usize = 107;
 const LOAD_THREADS: usize = 16;
 
 /// What kind of device the daemon moves weights to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceKind {
     /// Devices in host memory.
     Cpu,
+    /// GPUs: "cuda:N" or UUIDs; none means all that the process sees.
+    Cuda(Vec<String>),
 }
+
+/// Whether and how segments are pinned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pinning {
+    /// `None`: as the device needs.
+    pub wanted: Option<bool>,
+    /// Whether a segment that cannot be pinned is refused.
+    pub required: bool,
+    /// Most bytes of one call of the driver.
+    pub chunk: u64,
+}
+
+/// Bytes that are pinned in one call unless told otherwise. Drivers from r580 on refuse
+/// calls whose table of pages passes 2 GiB, at 512 GiB (NVIDIA/open-gpu-kernel-modules
+/// 1234), and a chunk is what progress and a stop wait for.
+const PIN_CHUNK: u64 = 16 << 30;
 
 /// The devices in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,8 +73,8 @@ pub struct Settings {
     pub device: DeviceKind,
     /// The devices, when they are cpu devices.
     pub cpu: CpuSettings,
-    /// Whether segments are pinned; `None`: as the device needs.
-    pub pinned_memory: Option<bool>,
+    /// Whether and how segments are pinned.
+    pub pinning: Pinning,
     /// Most bytes of weight sets; `None`: what the machine allows.
     pub host_memory: Option<u64>,
     /// Threads that read a checkpoint, at least 1.
@@ -93,17 +111,25 @@ impl Settings {
         };
         let shm_dir = value::optional(layer, Key::ShmDir, value::directory)?;
         let load_threads = count(Key::LoadThreads, 0..=256, 0)?;
+        let truth = |key, default| {
+            value::optional(layer, key, value::truth).map(|given| given.unwrap_or(default))
+        };
+        let device = device(layer)?;
         let settings = Self {
             instance: value::instance(layer)?,
             runtime_dir: runtime_dir(layer, sources)?,
             shm_dir: shm_dir.unwrap_or_else(|| PathBuf::from("/dev/shm")),
-            device: device(layer)?,
+            pinning: Pinning {
+                wanted: pinned_memory(layer, &device)?,
+                required: truth(Key::RequirePinned, true)?,
+                chunk: value::optional(layer, Key::PinChunk, value::size)?.unwrap_or(PIN_CHUNK),
+            },
+            device,
             cpu: CpuSettings {
                 devices: count(Key::CpuDevices, 1..=32, 1)?,
                 memory: value::optional(layer, Key::CpuMemory, value::size)?.unwrap_or(1 << 30),
                 link: value::unless_none(layer, Key::CpuLink, value::rate)?,
             },
-            pinned_memory: pinned_memory(layer)?,
             host_memory: value::unless_none(layer, Key::HostMemory, value::size)?,
             load_threads: match usize::try_from(load_threads) {
                 Ok(0) | Err(_) => sources.cores.clamp(1, LOAD_THREADS),
@@ -113,8 +139,7 @@ impl Settings {
                 .unwrap_or(usize::MAX),
             resume_grace: time(Key::ResumeGrace, 5)?,
             drain_grace: time(Key::DrainGrace, 10)?,
-            poison_released: value::optional(layer, Key::PoisonReleased, value::truth)?
-                .unwrap_or(false),
+            poison_released: truth(Key::PoisonReleased, false)?,
             log: value::optional(layer, Key::Log, value::filter)?
                 .unwrap_or_else(|| "info".to_owned()),
             log_format: value::optional(layer, Key::LogFormat, log_format)?
@@ -184,23 +209,40 @@ fn runtime_dir(layer: &Layer, sources: &Sources<'_>) -> Result<PathBuf, Configur
 fn device(layer: &Layer) -> Result<DeviceKind, ConfigurationError> {
     let parsed = value::optional(layer, Key::Device, |text| match text {
         "cpu" => Ok(DeviceKind::Cpu),
-        text if text == "cuda" || text.starts_with("cuda:") => {
-            Err("this version has only the cpu device".to_owned())
-        }
-        _ => Err("must be cpu".to_owned()),
+        "cuda" => Ok(DeviceKind::Cuda(Vec::new())),
+        list => gpus(list),
     })?;
     parsed.ok_or_else(|| ConfigurationError::Missing {
         key: Key::Device,
         rule: "there is no default, so that nobody gets another device than expected; \
-               give --device cpu"
+               give --device cuda or --device cpu"
             .to_owned(),
     })
 }
 
-fn pinned_memory(layer: &Layer) -> Result<Option<bool>, ConfigurationError> {
+/// A list of GPUs.
+fn gpus(list: &str) -> Result<DeviceKind, String> {
+    let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
+    let named = |name: &String| {
+        let number = name.strip_prefix("cuda:").map(str::parse::<u16>);
+        let uuid = ["GPU-", "MIG-"]
+            .iter()
+            .any(|prefix| name.starts_with(prefix));
+        uuid || matches!(number, Some(Ok(_)))
+    };
+    match names.iter().find(|name| !named(name)) {
+        Some(_) => Err(
+            "must be cpu, cuda for all GPUs, or a list of cuda:N and UUIDs (GPU-…, MIG-…)"
+                .to_owned(),
+        ),
+        None => Ok(DeviceKind::Cuda(names)),
+    }
+}
+
+fn pinned_memory(layer: &Layer, device: &DeviceKind) -> Result<Option<bool>, ConfigurationError> {
     let pinned = value::optional(layer, Key::PinnedMemory, value::truth)?;
     match (pinned, layer.get(Key::PinnedMemory)) {
-        (Some(true), Some(given)) => Err(bad(
+        (Some(true), Some(given)) if *device == DeviceKind::Cpu => Err(bad(
             Key::PinnedMemory,
             given,
             "the cpu device copies by threads and has no driver to pin memory for; \

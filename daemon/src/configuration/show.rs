@@ -54,8 +54,10 @@ fn written(settings: &Settings, key: Key) -> Value {
         Key::Instance => json!(settings.instance),
         Key::RuntimeDir => json!(settings.runtime_dir.to_string_lossy()),
         Key::ShmDir => json!(settings.shm_dir.to_string_lossy()),
-        Key::Device => match settings.device {
+        Key::Device => match &settings.device {
             DeviceKind::Cpu => json!("cpu"),
+            DeviceKind::Cuda(names) if names.is_empty() => json!("cuda"),
+            DeviceKind::Cuda(names) => json!(names.join(",")),
         },
         Key::CpuDevices => json!(settings.cpu.devices),
         Key::CpuMemory => json!(size(settings.cpu.memory)),
@@ -63,7 +65,9 @@ fn written(settings: &Settings, key: Key) -> Value {
             .cpu
             .link
             .map_or(Value::Null, |link| json!(format!("{}/s", size(link)))),
-        Key::PinnedMemory => json!(settings.pinned_memory),
+        Key::PinnedMemory => json!(settings.pinning.wanted),
+        Key::RequirePinned => json!(settings.pinning.required),
+        Key::PinChunk => json!(size(settings.pinning.chunk)),
         Key::HostMemory => settings
             .host_memory
             .map_or(Value::Null, |bytes| json!(size(bytes))),

@@ -87,7 +87,10 @@ fn nothing_given_but_the_device_means_the_documented_defaults() {
     assert_eq!((settings.load_threads, settings.max_managers), (16, 1024));
     assert_eq!(settings.resume_grace, Duration::from_secs(5));
     assert_eq!(settings.drain_grace, Duration::from_secs(10));
-    assert_eq!((settings.pinned_memory, settings.host_memory), (None, None));
+    assert_eq!(
+        (settings.pinning.wanted, settings.host_memory),
+        (None, None)
+    );
 }
 
 #[test]
@@ -218,7 +221,7 @@ fn values_of_a_file_have_the_same_rules() {
     let settings = Machine::new().file("default.toml", text).load().unwrap();
     assert_eq!(settings.cpu.devices, 2);
     assert_eq!(settings.cpu.link, Some(8_000_000_000));
-    assert_eq!(settings.pinned_memory, Some(false));
+    assert_eq!(settings.pinning.wanted, Some(false));
     assert_eq!(settings.log_format, LogFormat::Json);
 }
 

@@ -2,6 +2,7 @@
 
 use std::{io, os::fd::OwnedFd, path::PathBuf};
 
+use flextensord_device::device::DeviceError;
 use tokio::net::UnixListener;
 
 use super::{
@@ -39,6 +40,12 @@ pub enum StartError {
     /// The start cannot be counted.
     #[error(transparent)]
     Generation(#[from] GenerationError),
+    /// The device that was asked for cannot be used; no other is taken in its place.
+    #[error("the device cannot be used: {source}")]
+    Device {
+        /// Why not.
+        source: DeviceError,
+    },
     /// A part of the daemon cannot be set up.
     #[error("cannot {operation}: {source}")]
     Setup {
@@ -92,6 +99,7 @@ impl StartError {
             | Self::Lock(LockError::Kernel { source, .. })
             | Self::Socket(SocketError::Kernel { source, .. })
             | Self::Generation(GenerationError::Kernel { source, .. }) => of_kernel(source),
+            Self::Device { .. } => Exit::Unavailable,
             Self::Setup { .. } => Exit::Internal,
         }
     }

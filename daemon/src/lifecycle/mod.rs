@@ -4,11 +4,13 @@
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
 //! - [`descriptor_limit`]: how many descriptors there may be;
+//! - [`devices`]: those that the configuration names;
 //! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
 //! - `rooms`: the rooms of the daemon put together;
 //! - [`serve`]: the daemon's run.
 
 pub mod descriptor_limit;
+pub mod devices;
 pub mod directory;
 pub mod exit;
 pub mod generation;

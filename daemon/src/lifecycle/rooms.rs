@@ -7,7 +7,6 @@ use std::{
 };
 
 use flextensord_device::{
-    cpu::CpuDevice,
     device::Device,
     notice::{NoticePage, NoticePhase},
 };
@@ -17,10 +16,13 @@ use flextensord_proto::v1::{
 use tokio::{sync::Notify, time};
 use tonic::transport::server::Router;
 
-use super::{Instance, Life, instance::StartError};
+use super::{
+    Instance, Life,
+    devices::{self, Drivers},
+    instance::StartError,
+};
 use crate::{
     channel::{server::ChannelServer, ticket::Tickets},
-    configuration::DeviceKind,
     managers::{
         record,
         registry::{ManagerSettings, Managers, OnEnd},
@@ -35,6 +37,8 @@ use crate::{
     weights::registry::{WeightSettings, WeightStore},
 };
 
+/// How often devices are asked whether they still work.
+const HEALTH: Duration = Duration::from_millis(200);
 /// How often tickets that nobody redeemed are thrown away.
 const EXPIRY: Duration = Duration::from_secs(10);
 /// Most threads that block at a time: loads, registrations, clean-ups.
@@ -59,7 +63,7 @@ pub(super) struct Rooms {
 
 impl Rooms {
     /// Removes what a dead predecessor left, then makes all rooms.
-    pub(super) fn new(instance: &Instance) -> Result<Self, StartError> {
+    pub(super) fn new(instance: &Instance, drivers: &Drivers) -> Result<Self, StartError> {
         let settings = &instance.settings;
         let generation = instance.generation;
         let state = StateDirectory::open(&instance.directory.state)
@@ -67,7 +71,9 @@ impl Rooms {
         WeightStore::discard_leftovers(&settings.shm_dir, &settings.instance, &state)
             .map_err(|error| StartError::setup("remove what a dead daemon left", error))?;
         discard_managers(&state)?;
+        let devices = devices::all(settings, drivers)?;
         let weight_settings = WeightSettings {
+            pinner: devices::pinner(settings, &devices),
             instance: settings.instance.clone(),
             shm_dir: settings.shm_dir.clone(),
             host_limit: settings.host_memory,
@@ -79,7 +85,7 @@ impl Rooms {
             .map_err(|error| StartError::setup("make the notice page", error))?;
         let notice = Arc::new(notice);
         let to_reclaim = Arc::new(Notify::new());
-        let devices = devices(instance, &notice, &to_reclaim)?;
+        let devices = manage(devices, instance, &notice, &to_reclaim)?;
         let manager_settings = ManagerSettings {
             limit: settings.max_managers,
             resume_grace: settings.resume_grace,
@@ -171,15 +177,36 @@ impl Rooms {
         self.managers.finish_drain().await;
     }
 
-    /// Does what comes round again and again, until it is dropped.
-    pub(super) async fn upkeep(&self) {
+    /// Does what comes round again and again. Ends only when a device has failed for good,
+    /// and says how.
+    pub(super) async fn upkeep(&self) -> String {
         let expire = async {
             loop {
                 time::sleep(EXPIRY).await;
                 self.tickets.expire();
             }
         };
-        tokio::join!(self.managers.reclaim(&self.to_reclaim), expire);
+        tokio::select! {
+            failure = self.failed() => failure,
+            () = self.managers.reclaim(&self.to_reclaim) => "reclaiming ended by itself".into(),
+            () = expire => "expiry ended by itself".into(),
+        }
+    }
+
+    /// Waits until a device has failed for good.
+    async fn failed(&self) -> String {
+        loop {
+            time::sleep(HEALTH).await;
+            for device in self.managers.devices() {
+                let device = Arc::clone(device.memory.device());
+                let name = device.info().name.clone();
+                // a driver in trouble may take long to answer
+                let looked = tokio::task::spawn_blocking(move || device.failure()).await;
+                if let Ok(Some(failure)) = looked {
+                    return format!("device {name} has failed: {failure}");
+                }
+            }
+        }
     }
 
     /// Removes all weight sets; the daemon stops.
@@ -189,33 +216,25 @@ impl Rooms {
     }
 }
 
-fn devices(
+fn manage(
+    devices: Vec<Arc<dyn Device>>,
     instance: &Instance,
     notice: &Arc<NoticePage>,
     to_reclaim: &Arc<Notify>,
 ) -> Result<Vec<Arc<ManagedDevice>>, StartError> {
-    let settings = &instance.settings;
-    let DeviceKind::Cpu = settings.device;
-    let count = usize::try_from(settings.cpu.devices).unwrap_or(0);
-    (0..count)
-        .map(|index| {
-            let name = &settings.instance;
-            let device: Arc<dyn Device> = Arc::new(
-                CpuDevice::new(name, index, settings.cpu.memory, settings.cpu.link)
-                    .map_err(|error| StartError::setup("make a device", error))?,
-            );
-            let managed = ManagedDevice::new(
-                index,
-                name,
-                instance.generation,
-                device,
-                Arc::clone(notice),
-                Arc::clone(to_reclaim),
-            )
-            .map_err(|error| StartError::setup("start an engine", error))?;
-            Ok(Arc::new(managed))
-        })
-        .collect()
+    let manage = |(index, device)| {
+        let managed = ManagedDevice::new(
+            index,
+            &instance.settings.instance,
+            instance.generation,
+            device,
+            Arc::clone(notice),
+            Arc::clone(to_reclaim),
+        )
+        .map_err(|error| StartError::setup("start an engine", error))?;
+        Ok(Arc::new(managed))
+    };
+    devices.into_iter().enumerate().map(manage).collect()
 }
 
 /// Managers of a dead daemon cannot be taken up yet: their records go, by name.

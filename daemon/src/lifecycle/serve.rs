@@ -19,6 +19,7 @@ use tower::util::{MapRequestLayer, MapResponseLayer};
 
 use super::{
     descriptor_limit,
+    devices::Drivers,
     exit::Exit,
     instance::{Instance, Sockets, StartError},
     panic,
@@ -40,7 +41,7 @@ const WHOLE: &str = "";
 
 /// Runs the daemon until it is told to stop, and says how that went.
 #[must_use]
-pub fn run(settings: &Settings) -> Exit {
+pub fn run(settings: &Settings, drivers: &Drivers) -> Exit {
     let panicked = panic::install_hook();
     let outcome = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -48,7 +49,7 @@ pub fn run(settings: &Settings) -> Exit {
         .build()
         .map_err(|error| StartError::setup("start the runtime", error))
         .and_then(|runtime| {
-            let outcome = runtime.block_on(serve(settings, panicked));
+            let outcome = runtime.block_on(serve(settings, drivers, panicked));
             // a blocked thread must not hold up the end
             runtime.shutdown_timeout(CLOSE);
             outcome
@@ -62,7 +63,11 @@ pub fn run(settings: &Settings) -> Exit {
     }
 }
 
-async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(), StartError> {
+async fn serve(
+    settings: &Settings,
+    drivers: &Drivers,
+    panicked: watch::Receiver<bool>,
+) -> Result<(), StartError> {
     let life = Life::new();
     // a signal counts from before anything is bound
     let mut signals = StopSignals::new()?;
@@ -73,7 +78,7 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
     let (health, health_service) = health_reporter();
     set_health(&health, ServingStatus::NotServing).await;
     turn_on_panic(health.clone(), panicked);
-    let rooms = Rooms::new(&instance)?;
+    let rooms = Rooms::new(&instance, drivers)?;
     // a client that cancels many calls at once must not lose its lease with its connection
     let mut server = Server::builder()
         .http2_max_pending_accept_reset_streams(Some(RESETS))
@@ -106,7 +111,7 @@ async fn serve(settings: &Settings, panicked: watch::Receiver<bool>) -> Result<(
         () = rooms.drain_begun() => Ok(()),
         ended = &mut server => Err(ended_early(ended.map(|e| e.map_err(io::Error::other)))),
         ended = &mut channel => Err(ended_early(ended)),
-        () = rooms.upkeep() => Err(StartError::setup("serve", "the upkeep ended by itself")),
+        failure = rooms.upkeep() => Err(StartError::setup("go on", failure)),
     };
     set_health(&health, ServingStatus::NotServing).await;
     if outcome.is_ok() {

@@ -128,21 +128,24 @@ fn prepare(
         set.manifest(),
         &registration.layers,
     )?;
+    manager.device.memory.device().start()?;
     let requested = registration
         .budget
         .bytes(manager.device.info().total_bytes)?;
     let (granted, plan, requests) = fit(manager, &set, &structure, requested)?;
     check(&structure, &plan, set.manifest())?;
-    let mut given = manager.device.residents.get(&requests, plan.ring_bytes)?;
-    let filled = plan.resident_bytes - given.shared_bytes;
+    let ring_bytes = manager.device.memory.whole(plan.ring_bytes);
+    let mut given = manager.device.residents.get(&requests, ring_bytes)?;
+    let filled = plan.resident_bytes.saturating_sub(given.shared_bytes);
     manager
         .counters
         .count(|counters| &counters.resident_fill_bytes, filled);
-    let ring: Option<Allocation> = match plan.ring_bytes {
+    let ring: Option<Allocation> = match ring_bytes {
         0 => None,
         bytes => Some(given.reservation.allocate(bytes)?),
     };
     let control = ControlPage::create(identity(manager, &structure))?;
+    manager.device.memory.device().pin_control(&control)?;
     Ok(Model {
         attachment,
         plan_version: FIRST_PLAN,
@@ -194,8 +197,12 @@ fn fit(
             }
             other => other.into(),
         })?;
-        let requests = block_requests(manager.owner.uid, set, structure, &plan);
-        let wanted = residents.missing(&requests).saturating_add(plan.ring_bytes);
+        let mut requests = block_requests(manager.owner.uid, set, structure, &plan);
+        for request in &mut requests {
+            request.bytes = memory.whole(request.bytes);
+        }
+        let ring = memory.whole(plan.ring_bytes);
+        let wanted = residents.missing(&requests).saturating_add(ring);
         match wanted
             .checked_sub(memory.available())
             .filter(|over| *over > 0)

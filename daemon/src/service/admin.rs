@@ -110,7 +110,10 @@ impl AdminService {
 
     fn host(&self) -> HostStatus {
         let figures = self.managers.weights().host();
+        let sets = self.managers.weights().all();
         HostStatus {
+            pinned_bytes: sets.iter().map(|set| set.pinned_bytes()).sum(),
+            degraded: sets.iter().any(|set| set.degraded().is_some()),
             budget_bytes: figures.budget_bytes,
             budget_limited_by: figures.budget_limited_by,
             segment_bytes: figures.segment_bytes,
@@ -285,12 +288,13 @@ pub fn device_status(device: &ManagedDevice, managers: &Managers) -> DeviceStatu
         .filter_map(|manager| manager.model().ok())
         .map(|model| model.plan.ring_bytes)
         .sum();
+    let (failed_drops, failed_drop_reasons) = device.memory.device().failed_drops();
     DeviceStatus {
         name: info.name.clone(),
         uuid: info.uuid.clone(),
         kind: info.kind.to_owned(),
         total_bytes: info.total_bytes,
-        allocated_bytes: info.total_bytes - device.memory.device().free_bytes(),
+        allocated_bytes: device.memory.device().allocated_bytes(),
         resident_bytes: device.residents.bytes(),
         ring_bytes: rings,
         reclaiming_bytes: device.memory.reclaiming_bytes(),
@@ -299,5 +303,10 @@ pub fn device_status(device: &ManagedDevice, managers: &Managers) -> DeviceStatu
         transfer: Some(counters_message(&device.counters)),
         queued_bytes: device.memory.device().queued_bytes(),
         engine_asleep: device.engine.is_asleep(),
+        free_bytes: device.memory.device().free_bytes(),
+        numa_node: info.numa_node,
+        failure: device.memory.device().failure().unwrap_or_default(),
+        failed_drops,
+        failed_drop_reasons,
     }
 }

@@ -86,6 +86,7 @@ impl From<WeightError> for Failure {
             WeightError::Segment(SegmentError::Kernel(error)) | WeightError::Kernel(error) => {
                 kernel_failure(&error)
             }
+            WeightError::Device(error) => device(error),
             WeightError::State(_) => kernel(Kind::Kernel),
             WeightError::Range(_) | WeightError::Internal(_) => daemon(Kind::Internal),
         }

@@ -107,6 +107,8 @@ impl OffloadService {
             )?,
             doorbell_ticket: self.tickets.give(peer, gift(doorbell, 0))?,
             engine,
+            device_kind: manager.device.info().kind.to_owned(),
+            device_uuid: manager.device.info().uuid.clone(),
         })
     }
 }

@@ -8,7 +8,7 @@ use std::{
         mpsc,
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use flextensord_device::{
@@ -25,6 +25,12 @@ use super::stream::{Stream, StreamSpec};
 const QUEUED_BYTES: u64 = 128 << 20;
 /// Shortest and longest sleep where clients cannot ring.
 const POLL: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(2));
+/// Longest sleep while copies are under way there: their places are wanted again soon.
+const BUSY: Duration = Duration::from_micros(50);
+/// How long a stream whose copy was refused is left alone.
+const REFUSED: Duration = Duration::from_secs(1);
+/// Precision of the sleeps, instead of the 50 µs that threads have (prctl(2)).
+const SLACK_NS: u64 = 1000;
 /// Sleep where clients ring: only a guard against a lost ring.
 const RUNG: Duration = Duration::from_millis(250);
 
@@ -140,6 +146,8 @@ struct Turn {
     served: u64,
     /// Whether it had something to do when it was last asked.
     active: bool,
+    /// Until when it is left alone because a copy was refused.
+    refused: Option<Instant>,
 }
 
 struct Leaving {
@@ -165,6 +173,10 @@ struct Work {
 impl Work {
     fn run(mut self) {
         let mut pause = POLL.0;
+        if !self.device.info().clients_can_ring {
+            // without it the sleeps are longer, and nothing else is wrong
+            let _: nix::Result<()> = nix::sys::prctl::set_timerslack(SLACK_NS);
+        }
         loop {
             if !self.obey() {
                 return;
@@ -181,8 +193,10 @@ impl Work {
                 pause = POLL.0;
                 continue;
             }
-            let limit = if self.device.info().clients_can_ring {
+            let limit = if self.device.info().clients_can_ring || self.streams.is_empty() {
                 RUNG
+            } else if self.device.queued_bytes() > 0 {
+                pause.min(BUSY)
             } else {
                 pause
             };
@@ -216,6 +230,7 @@ impl Work {
                         stream,
                         served: self.clock,
                         active: false,
+                        refused: None,
                     });
                 }
                 Ok(Command::Detach { manager, reply }) => {
@@ -264,6 +279,9 @@ impl Work {
         order.sort_by_key(|at| self.streams[*at].served);
         for at in order {
             let turn = &mut self.streams[at];
+            if turn.refused.is_some_and(|until| Instant::now() < until) {
+                continue;
+            }
             if !turn.active {
                 turn.served = turn.served.max(self.clock);
             }
@@ -277,6 +295,7 @@ impl Work {
                 Ok(None) => turn.active = false,
                 Err(error) => {
                     turn.active = false;
+                    turn.refused = Some(Instant::now() + REFUSED);
                     report(turn.stream.spec.manager, &error);
                 }
             }

@@ -126,6 +126,12 @@ impl DeviceMemory {
         self.device.free_bytes().saturating_sub(*self.reserved())
     }
 
+    /// `bytes` as an allocation takes them.
+    #[must_use]
+    pub fn whole(&self, bytes: u64) -> u64 {
+        bytes.next_multiple_of(self.device.granularity())
+    }
+
     /// Bytes reserved and not yet allocated.
     #[must_use]
     pub fn reserved_bytes(&self) -> u64 {

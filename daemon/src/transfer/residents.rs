@@ -292,7 +292,7 @@ impl Residents {
                     bytes,
                     ..source.clone()
                 };
-                let filled = allocation.memory.fill(offset + done, piece, None);
+                let filled = allocation.memory.fill(offset + done, piece, &[]);
                 last = filled.map_err(MemoryError::from)?;
                 done += bytes;
                 while device.queued_bytes() > QUEUED_BYTES && device.completed() < last {

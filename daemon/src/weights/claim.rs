@@ -135,7 +135,8 @@ impl WeightStore {
         let name = leftovers::segment_name(&self.settings().instance, &id);
         loop {
             let mut reservation = self.reserve(bytes)?;
-            match SegmentBuilder::new(&self.settings().shm_dir, &name, bytes) {
+            let node = self.settings().pinner.numa_node();
+            match SegmentBuilder::on_node(&self.settings().shm_dir, &name, bytes, node) {
                 Ok(builder) => {
                     reservation.mark_allocated();
                     return Ok(Room {

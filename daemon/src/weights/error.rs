@@ -2,7 +2,9 @@
 
 use std::io;
 
-use flextensord_device::{kernel::KernelError, mapping::RangeError, segment::SegmentError};
+use flextensord_device::{
+    device::DeviceError, kernel::KernelError, mapping::RangeError, segment::SegmentError,
+};
 use flextensord_proto::name::NameError;
 
 use crate::state::StateError;
@@ -123,6 +125,9 @@ pub enum WeightError {
     /// The segment cannot be made.
     #[error(transparent)]
     Segment(#[from] SegmentError),
+    /// The segment cannot be pinned, or the device is broken.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A system call failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),

@@ -144,7 +144,7 @@ impl WeightStore {
         };
         let segment = room.builder.bytes_mut()?;
         let digests = loader::read(checkpoint, Some(segment), reading, watch)?;
-        self.publish(request, checkpoint.manifest().clone(), room, digests)
+        self.publish(request, checkpoint.manifest().clone(), room, digests, watch)
     }
 
     fn hash(&self, checkpoint: &Checkpoint, watch: &dyn Watch) -> Result<Vec<Digest>, WeightError> {
@@ -207,6 +207,7 @@ impl WeightStore {
         manifest: Manifest,
         room: Room,
         digests: Option<Vec<Digest>>,
+        watch: &dyn Watch,
     ) -> Result<Outcome, WeightError> {
         let tensor_digests = digests.unwrap_or_default();
         let identity = match &request.content_id {
@@ -231,8 +232,12 @@ impl WeightStore {
         let loaded_at = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |since| since.as_secs());
+        let segment = room.builder.publish()?;
+        let pinner = &self.settings().pinner;
+        let pinned = pinner.pin(segment.mapping(), &manifest, watch)?;
         let set = Arc::new(WeightSet::new(NewSet {
-            segment: room.builder.publish()?,
+            pinned,
+            segment,
             reservation: room.reservation,
             id: room.id,
             name,

@@ -24,6 +24,7 @@ pub mod leftovers;
 pub mod load;
 pub mod loader;
 pub mod manifest;
+pub mod pinning;
 pub mod put;
 pub mod record;
 pub mod registry;

@@ -184,9 +184,9 @@ impl PutSession {
                         Some(digests.ok_or(WeightError::Internal("tensor outside its segment"))?)
                     }
                 };
-                let outcome = self
-                    .store
-                    .publish(&self.request, writing.manifest, room, digests);
+                let outcome =
+                    self.store
+                        .publish(&self.request, writing.manifest, room, digests, watch);
                 drop(build);
                 outcome
             }

@@ -20,7 +20,9 @@ use super::{
     budget::{Budget, HostMemory},
     claim::{BuildProgress, Key},
     error::WeightError,
-    leftovers, record,
+    leftovers,
+    pinning::Pinner,
+    record,
     set::Attacher,
 };
 use crate::state::StateDirectory;
@@ -36,6 +38,8 @@ pub struct WeightSettings {
     pub host_limit: Option<u64>,
     /// Threads that read one checkpoint; 0 counts as 1.
     pub load_threads: usize,
+    /// Pins segments for the devices.
+    pub pinner: Pinner,
 }
 
 /// What weight sets take on this host.
@@ -364,6 +368,7 @@ pub(crate) mod fixture {
                 shm_dir: shm.path().to_owned(),
                 host_limit,
                 load_threads: 2,
+                pinner: Pinner::none(),
             };
             let host = HostMemory {
                 root: state.path().join("none"),

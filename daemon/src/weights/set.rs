@@ -14,6 +14,7 @@ use super::{
     budget::Reservation,
     digest::{self, Digest},
     manifest::Manifest,
+    pinning::Pinned,
 };
 
 /// What tells that two sets have the same content.
@@ -28,6 +29,8 @@ pub enum Identity {
 /// A named, sealed, immutable collection of tensors in shared memory.
 #[derive(Debug)]
 pub struct WeightSet {
+    // before the segment: memory is unpinned before it is unmapped
+    pinned: Pinned,
     // before the reservation, so that bytes return to the kernel before the budget
     segment: Segment,
     _reservation: Reservation,
@@ -61,6 +64,7 @@ pub struct Attacher {
 /// What a new set is made of.
 #[derive(Debug)]
 pub(crate) struct NewSet {
+    pub(crate) pinned: Pinned,
     pub(crate) segment: Segment,
     pub(crate) reservation: Reservation,
     pub(crate) id: String,
@@ -76,6 +80,7 @@ pub(crate) struct NewSet {
 impl WeightSet {
     pub(crate) fn new(new: NewSet) -> Self {
         Self {
+            pinned: new.pinned,
             segment: new.segment,
             _reservation: new.reservation,
             id: new.id,
@@ -135,6 +140,18 @@ impl WeightSet {
     #[must_use]
     pub fn segment(&self) -> &Segment {
         &self.segment
+    }
+
+    /// Bytes that are pinned for the devices' copies.
+    #[must_use]
+    pub fn pinned_bytes(&self) -> u64 {
+        self.pinned.pins.bytes()
+    }
+
+    /// Why it is not pinned although the device would be faster so.
+    #[must_use]
+    pub fn degraded(&self) -> Option<&str> {
+        self.pinned.degraded.as_deref()
     }
 
     /// What tells its content.

@@ -66,6 +66,10 @@ impl Device for CpuDevice {
         self.info.total_bytes.saturating_sub(self.used.load(SeqCst))
     }
 
+    fn allocated_bytes(&self) -> u64 {
+        self.used.load(SeqCst)
+    }
+
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError> {
         let claimed = self.used.fetch_update(SeqCst, SeqCst, |used| {
             used.checked_add(bytes)

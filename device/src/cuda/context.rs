@@ -3,9 +3,7 @@
 use std::{
     collections::BTreeMap,
     marker::PhantomData,
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
-    },
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak},
 };
 
 use super::{

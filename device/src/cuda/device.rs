@@ -27,9 +27,7 @@ use super::{
 };
 use crate::{
     control::ControlPage,
-    device::{
-        Device, DeviceError, DeviceInfo, Label, Memory, Pins, Publish, Source, Ticket,
-    },
+    device::{Device, DeviceError, DeviceInfo, Label, Memory, Pins, Publish, Source, Ticket},
     doorbell::Doorbell,
     kernel::KernelError,
     mapping::{Access, Mapping, RangeError},
@@ -57,11 +55,7 @@ impl CudaDevice {
     ///
     /// # Errors
     /// [`CudaError::Unfit`] naming what it lacks.
-    pub fn new(
-        driver: &Arc<dyn Driver>,
-        gpu: &Gpu,
-        chunk_limit: u64,
-    ) -> Result<Self, DeviceError> {
+    pub fn new(driver: &Arc<dyn Driver>, gpu: &Gpu, chunk_limit: u64) -> Result<Self, DeviceError> {
         gpu::check(driver, gpu)?;
         Ok(Self {
             info: DeviceInfo {
@@ -101,9 +95,9 @@ impl CudaDevice {
             // nobody else sets it: the lock is held
             let _ = self.running.set(running);
         }
-        self.running
-            .get()
-            .ok_or(DeviceError::Cuda(CudaError::State("a device did not start")))
+        self.running.get().ok_or(DeviceError::Cuda(CudaError::State(
+            "a device did not start",
+        )))
     }
 }
 
@@ -117,13 +111,22 @@ impl Device for CudaDevice {
     }
 
     fn free_bytes(&self) -> u64 {
-        let info = self.running.get().map(|running| running.context.memory_info());
+        let info = self
+            .running
+            .get()
+            .map(|running| running.context.memory_info());
         match info {
             Some(Ok(info)) => info.free,
             // a broken context has nothing to give
             Some(Err(_)) => 0,
             None => self.info.total_bytes,
         }
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        self.running
+            .get()
+            .map_or(0, |running| running.allocated.load(SeqCst))
     }
 
     fn granularity(&self) -> u64 {
@@ -146,6 +149,7 @@ impl Device for CudaDevice {
             }
         })?;
         mapping.write(0, &label.encode())?;
+        running.allocated.fetch_add(bytes, SeqCst);
         Ok(Arc::new(CudaMemory {
             mapping: Arc::new(mapping),
             running: Arc::clone(running),
@@ -163,8 +167,7 @@ impl Device for CudaDevice {
         progress: &mut dyn FnMut(u64) -> bool,
     ) -> Result<Pins, DeviceError> {
         let context = &self.running()?.context;
-        let registration =
-            Registration::new(context, segment, self.chunk_limit, cuts, progress)?;
+        let registration = Registration::new(context, segment, self.chunk_limit, cuts, progress)?;
         Ok(Pins::of(registration))
     }
 
@@ -208,6 +211,7 @@ struct Running {
     arrived: Event,
     queue: Mutex<Queue>,
     queued_bytes: AtomicU64,
+    allocated: AtomicU64,
     progress_word: DeviceAddress,
     _progress_registration: Registration,
     progress: Arc<Mapping>,
@@ -245,6 +249,7 @@ impl Running {
             arrived: Event::new(&context)?,
             queue: Mutex::default(),
             queued_bytes: AtomicU64::new(0),
+            allocated: AtomicU64::new(0),
             progress_word,
             _progress_registration: registration,
             progress,
@@ -388,6 +393,14 @@ fn index(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        self.running
+            .allocated
+            .fetch_sub(self.mapping.bytes(), SeqCst);
+    }
+}
+
 impl Memory for CudaMemory {
     fn bytes(&self) -> u64 {
         self.mapping.bytes()
@@ -411,7 +424,8 @@ impl Memory for CudaMemory {
         publishes: &[Publish],
     ) -> Result<Ticket, DeviceError> {
         self.check(offset, source.bytes)?;
-        self.running.submit(&self.mapping, offset, source, publishes)
+        self.running
+            .submit(&self.mapping, offset, source, publishes)
     }
 
     fn poison(&self, offset: u64, bytes: u64, byte: u8) -> Result<(), DeviceError> {
@@ -420,11 +434,10 @@ impl Memory for CudaMemory {
         let stream = self.running.copies.handle();
         // the lock keeps it in order with the copies of other threads
         let _queue = self.running.queue();
+        let context = &self.running.context;
         // SAFETY: the range was checked to lie in the mapping, which is writable; copies
         // and their streams are waited for before it goes.
-        self.running
-            .context
-            .with(|driver| unsafe { driver.fill(target, byte, index(bytes), stream) })?;
+        context.with(|driver| unsafe { driver.fill(target, byte, index(bytes), stream) })?;
         Ok(())
     }
 }

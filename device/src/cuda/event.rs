@@ -6,12 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    context::Context,
-    driver::EventHandle,
-    error::CudaError,
-    stream::CallerStream,
-};
+use super::{context::Context, driver::EventHandle, error::CudaError, stream::CallerStream};
 
 /// Pause between two looks at an event.
 const LOOK: Duration = Duration::from_micros(50);
@@ -105,10 +100,6 @@ impl Event {
             .with(|driver| unsafe { driver.elapsed_ms(begin.handle, self.handle) })
     }
 
-    pub(super) fn handle(&self) -> EventHandle {
-        self.handle
-    }
-
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         if self.wait_within(LIMIT)? {
             Ok(())
@@ -121,9 +112,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: the event is self's and not used again; what waits for it still does.
-        self.context
-            .give_back("destroy an event", |driver| unsafe {
-                driver.destroy_event(self.handle)
-            });
+        self.context.give_back("destroy an event", |driver| unsafe {
+            driver.destroy_event(self.handle)
+        });
     }
 }

@@ -134,9 +134,7 @@ mod tests {
 
     #[test]
     fn a_uuid_is_written_as_the_tools_write_it() {
-        let text = uuid_text([
-            0xa5, 0xb1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff,
-        ]);
+        let text = uuid_text([0xa5, 0xb1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff]);
         assert_eq!(text, "GPU-a5b10203-0405-0607-0809-0a0b0c0d0eff");
         assert_eq!(
             bare_uuid("MIG-a5b10203-0405-0607-0809-0A0B0C0D0EFF"),

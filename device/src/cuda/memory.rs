@@ -150,11 +150,11 @@ impl DeviceMapping {
         let target = self.at(offset, bytes.len() as u64)?;
         let stream = Stream::new(&self.context)?;
         let (source, length) = (bytes.as_ptr().expose_provenance(), bytes.len());
+        let context = &self.context;
         // SAFETY: target has `length` bytes; both ranges are borrowed until the copy is
         // done, which is waited for below.
-        self.context.with(|driver| unsafe {
-            driver.copy_in(target, source, length, stream.handle())
-        })?;
+        context
+            .with(|driver| unsafe { driver.copy_in(target, source, length, stream.handle()) })?;
         Self::finish(&stream)
     }
 
@@ -166,10 +166,10 @@ impl DeviceMapping {
         let source = self.at(offset, target.len() as u64)?;
         let stream = Stream::new(&self.context)?;
         let (address, length) = (target.as_mut_ptr().expose_provenance(), target.len());
+        let context = &self.context;
         // SAFETY: as in `write`; target is borrowed exclusively.
-        self.context.with(|driver| unsafe {
-            driver.copy_out(address, source, length, stream.handle())
-        })?;
+        context
+            .with(|driver| unsafe { driver.copy_out(address, source, length, stream.handle()) })?;
         Self::finish(&stream)
     }
 
@@ -283,4 +283,3 @@ impl Drop for Reserved<'_> {
             });
     }
 }
-

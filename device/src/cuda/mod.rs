@@ -20,9 +20,9 @@ pub mod event;
 #[cfg(feature = "fake")]
 pub mod fake;
 pub mod gpu;
-//pub mod libcuda;
+pub mod libcuda;
 pub mod memory;
 pub mod registration;
 pub mod slots;
 pub mod stream;
-//pub mod symbols;
+pub mod symbols;

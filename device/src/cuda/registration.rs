@@ -225,8 +225,12 @@ mod tests {
     #[test]
     fn chunks_end_at_a_tensor_on_a_page_boundary_if_there_is_one() {
         let cuts = [0, 3000, 8192, 12_288, 20_000];
-        assert_eq!(chunks(30_000, 16_384, &cuts), [0..12_288, 12_288..28_672, 28_672..32_768]);
-        assert_eq!(chunks(4097, 1 << 30, &[]), [0..8192]);
+        assert_eq!(
+            chunks(30_000, 16_384, &cuts),
+            [0..12_288, 12_288..28_672, 28_672..32_768]
+        );
+        let whole = chunks(4097, 1 << 30, &[]);
+        assert_eq!((whole.len(), whole[0].clone()), (1, 0..8192));
         assert_eq!(chunks(9000, 1, &[]), [0..4096, 4096..8192, 8192..12_288]);
         assert!(chunks(0, 4096, &[]).is_empty());
     }

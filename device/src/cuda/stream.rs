@@ -52,10 +52,9 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: the stream is self's and not used again; what is queued still runs.
-        self.context
-            .give_back("destroy a stream", |driver| unsafe {
-                driver.destroy_stream(self.handle)
-            });
+        self.context.give_back("destroy a stream", |driver| unsafe {
+            driver.destroy_stream(self.handle)
+        });
     }
 }
 

@@ -1,6 +1,10 @@
 //! Failures of managers, and of the rooms that they stand on.
 
-use flextensord_device::{control::ControlError, device::DeviceError};
+use flextensord_device::{
+    control::ControlError,
+    cuda::{error::CudaError, registration::RegistrationError},
+    device::DeviceError,
+};
 use flextensord_proto::kind::{Failure, Kind, Origin};
 
 use super::kernel_failure;
@@ -190,6 +194,15 @@ impl From<MemoryError> for Failure {
     }
 }
 
+/// What the driver said, by number.
+fn driver(kind: Kind, text: String, error: &CudaError) -> Failure {
+    let failure = Failure::new(kind, Origin::Driver, text);
+    match error.code() {
+        Some(code) => failure.with("code", code),
+        None => failure,
+    }
+}
+
 /// A device that failed.
 #[must_use]
 pub fn device(error: DeviceError) -> Failure {
@@ -210,6 +223,27 @@ pub fn device(error: DeviceError) -> Failure {
                 "close managers on the device, or ask for a smaller budget",
             ),
         DeviceError::Kernel(error) => kernel_failure(&error),
+        DeviceError::Registration(RegistrationError::Chunk {
+            offset,
+            bytes,
+            total,
+            source,
+            ..
+        }) => driver(Kind::Pinning, text, &source)
+            .with("operation", "cuMemHostRegister")
+            .with("offset", offset)
+            .with("bytes", bytes)
+            .with("total", total)
+            .with(
+                "remedy",
+                "raise the limit of locked memory (LimitMEMLOCK=infinity in the unit, docker run \
+                 --ulimit memlock=-1), free host memory, lower pin_chunk, or allow unpinned \
+                 memory with require_pinned = false",
+            ),
+        DeviceError::Registration(RegistrationError::Cancelled { .. }) => {
+            Failure::new(Kind::Aborted, Origin::Client, text)
+        }
+        DeviceError::Cuda(error) => driver(Kind::Device, text, &error),
         DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
             Failure::new(Kind::Device, Origin::Driver, text)
         }
