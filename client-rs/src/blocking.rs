@@ -3,7 +3,7 @@
 
 use std::{path::Path, sync::Arc, time::Duration};
 
-use flextensord_device::fork::ForkMark;
+use flextensord_device::{cuda::stream::CallerStream, fork::ForkMark};
 use flextensord_proto::v1::{DumpRecord, RegisterModelResponse, StatusResponse, WeightSet};
 use tokio::runtime::{Builder, Handle, Runtime};
 
@@ -14,7 +14,7 @@ use crate::{
     lease::LeaseState,
     locate::Location,
     manager::{self, OpenOptions},
-    plan::{LayerId, Plan},
+    plan::{LayerId, Plan, TensorPlace},
     registration::{Budget, LayerSpec},
     upload::UploadTensor,
     weights::{LoadOptions, LoadStep, LoadedSet, WeightSetDetail},
@@ -285,6 +285,46 @@ impl Manager {
         self.asynchronous()?.acquire_within(layer, limit)
     }
 
+    /// Holds a layer on a stream; see [`crate::Manager::acquire_on`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn acquire_on(&self, layer: LayerId, stream: CallerStream) -> Result<Hold, ClientError> {
+        self.asynchronous()?.acquire_on(layer, stream)
+    }
+
+    /// Holds a layer on a stream until it is released by name; see
+    /// [`crate::Manager::hold_on`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn hold_on(&self, layer: LayerId, stream: CallerStream) -> Result<(), ClientError> {
+        self.asynchronous()?.hold_on(layer, stream)
+    }
+
+    /// Gives a layer back on a stream; see [`crate::Manager::release_on`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn release_on(&self, layer: LayerId, stream: CallerStream) -> Result<(), ClientError> {
+        self.asynchronous()?.release_on(layer, stream)
+    }
+
+    /// The address of a tensor; see [`crate::Manager::tensor_address`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn tensor_address(&self, place: &TensorPlace) -> Result<Option<usize>, ClientError> {
+        self.asynchronous()?.tensor_address(place)
+    }
+
+    /// Whether layers are acquired on streams; see [`crate::Manager::is_on_gpu`].
+    #[must_use]
+    pub fn is_on_gpu(&self) -> bool {
+        let inner = self.inner.as_ref();
+        inner.is_some_and(manager::Manager::is_on_gpu)
+    }
+
     /// Holds a layer by RPC; see [`crate::Manager::acquire_rpc`].
     ///
     /// # Errors
@@ -354,7 +394,14 @@ impl Drop for Manager {
         // asynchronous manager sees to that itself
         if !self.runtime.mark.in_child() && Handle::try_current().is_err() {
             let _: Result<(), ClientError> = self.runtime.run(async {
-                let closed = tokio::time::timeout(DROP_LIMIT, inner.close()).await;
+                // what a GPU has queued has its own time
+                let queued = if inner.is_on_gpu() {
+                    manager::CLOSE_LIMIT
+                } else {
+                    Duration::ZERO
+                };
+                let closing = inner.close_within(queued, DROP_LIMIT);
+                let closed = tokio::time::timeout(queued + DROP_LIMIT, closing).await;
                 closed.unwrap_or(Ok(()))
             });
         }

@@ -2,7 +2,7 @@
 
 use std::{future::Future, path::Path, sync::Arc, time::Duration};
 
-use flextensord_device::fork::ForkMark;
+use flextensord_device::{cuda::driver::Driver, fork::ForkMark};
 use tokio::runtime::Handle;
 use tonic::{
     Request, Status,
@@ -32,6 +32,9 @@ pub struct ConnectOptions {
     pub long_timeout: Duration,
     /// How long a manager whose daemon is gone waits for a successor.
     pub patience: Duration,
+    /// The CUDA driver for managers on a GPU. `None`, as it should be, is that of the
+    /// system, loaded once a manager is opened on one; tests give another.
+    pub driver: Option<Arc<dyn Driver>>,
 }
 
 impl Default for ConnectOptions {
@@ -43,6 +46,7 @@ impl Default for ConnectOptions {
             call_timeout: Duration::from_secs(30),
             long_timeout: Duration::from_secs(600),
             patience: Duration::from_secs(30),
+            driver: None,
         }
     }
 }

@@ -2,7 +2,11 @@
 
 use std::{error::Error as _, io, path::PathBuf, time::Duration};
 
-use flextensord_device::{control::ControlError, kernel::KernelError};
+use flextensord_device::{
+    control::ControlError,
+    cuda::{error::CudaError, registration::RegistrationError},
+    kernel::KernelError,
+};
 use flextensord_proto::kind::{Failure, Kind};
 use tonic::{Code, Status};
 
@@ -34,20 +38,27 @@ pub enum ClientError {
         reason: String,
     },
     /// The lease of the manager is over.
-    #[error("manager {manager} lost its lease: {reason}; open it again")]
+    #[error("manager {manager} lost its lease: {reason}; {}", way_on(*context_lost))]
     LeaseLost {
         /// The manager.
         manager: String,
         /// Why.
         reason: String,
+        /// Whether work that was queued on a GPU was ended: only a new process helps.
+        context_lost: bool,
     },
     /// The daemon is gone, and no successor took the manager over in time.
-    #[error("the daemon of manager {manager} is gone and no successor came within {patience:?}")]
+    #[error(
+        "the daemon of manager {manager} is gone and no successor came within {patience:?}; {}",
+        way_on(*context_lost)
+    )]
     DaemonLost {
         /// The manager.
         manager: String,
         /// How long it was waited for.
         patience: Duration,
+        /// Whether work that was queued on a GPU was ended: only a new process helps.
+        context_lost: bool,
     },
     /// A part would overlap one that is held: release that one first.
     #[error("part {part} ({tensor}) overlaps part {held}, which is held; release that one first")]
@@ -91,6 +102,44 @@ pub enum ClientError {
     )]
     OrderBroken {
         /// The layer asked for.
+        layer: String,
+    },
+    /// The call is one for another kind of device.
+    #[error("{call} does not fit device {device}: call {instead}")]
+    WrongDevice {
+        /// The call.
+        call: &'static str,
+        /// The manager's device.
+        device: String,
+        /// What to call there.
+        instead: &'static str,
+    },
+    /// The manager's GPU is none of those that this process may use.
+    #[error(
+        "device {device} is GPU {uuid}, which this process does not see; it sees {seen}; see \
+         CUDA_VISIBLE_DEVICES"
+    )]
+    GpuNotVisible {
+        /// The device as the daemon names it.
+        device: String,
+        /// The GPU's UUID.
+        uuid: String,
+        /// The GPUs that this process sees.
+        seen: String,
+    },
+    /// A hold that is taken outside a capture of a stream ends outside, one that is taken
+    /// inside ends inside: a graph must leave every count as it was.
+    #[error("{held} {edge}")]
+    CaptureEdge {
+        /// The layers that are held.
+        held: String,
+        /// Which edge their holds cross.
+        edge: &'static str,
+    },
+    /// A release of a layer that is not held.
+    #[error("layer {layer} is not held, and cannot be released")]
+    NotHeld {
+        /// The layer.
         layer: String,
     },
     /// The descriptor channel failed.
@@ -138,6 +187,12 @@ pub enum ClientError {
     /// The checkpoint cannot be opened.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The GPU or its driver refused.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// A page cannot be registered with the driver.
+    #[error(transparent)]
+    Pinning(#[from] RegistrationError),
     /// A page that was handed over is not usable.
     #[error(transparent)]
     Page(#[from] ControlError),
@@ -153,6 +208,9 @@ impl ClientError {
         match self {
             Self::Refused(failure) => failure.details.get("remedy").map(String::as_str),
             Self::Unreachable { remedy, .. } => Some(remedy),
+            Self::GpuNotVisible { .. } => {
+                Some("let the process see that GPU, or open the manager on another device")
+            }
             _ => None,
         }
     }
@@ -174,6 +232,16 @@ impl ClientError {
             Self::Refused(failure) => Some(failure.kind),
             _ => None,
         }
+    }
+}
+
+/// What is left to do once a lease is over.
+fn way_on(context_lost: bool) -> &'static str {
+    if context_lost {
+        "its queued work was ended with the process's CUDA context, which is unusable now: \
+         restart the process"
+    } else {
+        "open it again"
     }
 }
 

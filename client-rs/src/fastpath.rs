@@ -15,9 +15,9 @@ use flextensord_proto::layout::State;
 use crate::{
     error::ClientError,
     hold::Hold,
-    plan::LayerId,
+    plan::{Layer, LayerId},
     plane::{Ended, Plane},
-    rpc_holds::Job,
+    rpc_holds::{Job, Reply},
 };
 
 /// Longest sleep before the lease and the deadline are looked at again.
@@ -39,6 +39,9 @@ impl Plane {
         id: LayerId,
         limit: Duration,
     ) -> Result<Hold, ClientError> {
+        if self.gpu.is_some() {
+            return Err(self.wrong_device("acquire", "acquire_on with the stream that reads"));
+        }
         let layer = self.enter(id)?;
         if self.rpc_busy.load(Ordering::Acquire) {
             return Err(ClientError::OrderBroken {
@@ -53,7 +56,7 @@ impl Plane {
             let acquired = table.acquire(
                 &layer.streamed,
                 |part| {
-                    if handover::take(&self.control, part) {
+                    if handover::take(&*self.control, part) {
                         Ok(())
                     } else {
                         self.wait_for(part, &mut waits)
@@ -71,40 +74,43 @@ impl Plane {
                 return Err(error);
             }
         }
-        Ok(Hold::new(self.clone(), id, None))
+        Ok(Hold::new(self.clone(), id, None, None))
     }
 
     /// Gives the parts of an ended hold back that nobody holds any more. For a hold over
     /// RPC, returns the call that is to be made.
     pub(crate) fn settle(
         &self,
-        ended: Ended,
-        reply: Option<tokio::sync::oneshot::Sender<Result<(), ClientError>>>,
-    ) -> Option<Job> {
-        let layer = self.plan.layer(ended.layer).ok()?;
-        if layer.streamed.is_empty() && ended.rpc.is_none() {
-            return None;
-        }
-        let mut table = self.table();
-        let Some(rpc) = ended.rpc else {
-            let mut given = false;
-            table.release(&layer.streamed, |part| {
-                self.give_back(part);
-                given = true;
-            });
-            drop(table);
-            // nothing has changed for the engine while others hold the parts
-            if given {
-                self.lease.wake_engine();
+        mut ended: Ended,
+        reply: Option<Reply>,
+    ) -> Result<Option<Job>, ClientError> {
+        let layer = self.plan.layer(ended.layer)?;
+        let Some(rpc) = ended.rpc.take() else {
+            if let (Some(gpu), Some(on)) = (&self.gpu, ended.on) {
+                return self.settle_on(gpu, ended, on).map(|()| None);
             }
-            return None;
+            self.settle_words(layer);
+            return Ok(None);
         };
-        let mut keep_parts = Vec::new();
+        let mut after = None;
+        if let Some(gpu) = &self.gpu {
+            match self.order_rpc(gpu, ended.on.map(|on| on.stream)) {
+                Ok(mark) => after = Some(mark),
+                Err(error) => {
+                    // reads cannot be told from now: a later call ends it
+                    ended.rpc = Some(rpc);
+                    self.park(ended);
+                    return Err(error);
+                }
+            }
+        }
+        let (mut keep_parts, mut given) = (Vec::new(), Vec::new());
+        let mut table = self.table();
         for &part in &layer.streamed {
             let (last, own) = (table.remove(part), rpc.own.contains(&part));
             match (last, own) {
                 // taken through its word, or by a hold over RPC that has ended since
-                (true, false) => self.give_back(part),
+                (true, false) => given.push(part),
                 // held by others: the daemon must leave its word in use
                 (false, true) => keep_parts.push(part),
                 // the daemon gives it back; or it is held by others and not ours
@@ -112,12 +118,43 @@ impl Plane {
             }
         }
         drop(table);
+        if let Err(error) = self.give_back_all(&given) {
+            self.lease.note_release_error(error);
+        }
         self.lease.wake_engine();
-        Some(Job::Release {
-            hold: rpc.hold?,
+        Ok(rpc.hold.map(|hold| Job::Release {
+            hold,
             keep_parts,
+            after,
             reply,
-        })
+        }))
+    }
+
+    /// The end of a hold through slot words, of one thread.
+    fn settle_words(&self, layer: &Layer) {
+        if layer.streamed.is_empty() {
+            return;
+        }
+        let mut given = false;
+        self.table().release(&layer.streamed, |part| {
+            self.give_back(part);
+            given = true;
+        });
+        // nothing has changed for the engine while others hold the parts
+        if given {
+            self.lease.wake_engine();
+        }
+    }
+
+    /// Gives parts back whose reads are over, or queued on a GPU.
+    fn give_back_all(&self, parts: &[u32]) -> Result<(), ClientError> {
+        match &self.gpu {
+            Some(gpu) if gpu.core().has_queued() => gpu.core().give_back(parts),
+            _ => {
+                parts.iter().for_each(|&part| self.give_back(part));
+                Ok(())
+            }
+        }
     }
 
     #[cold]
@@ -127,7 +164,7 @@ impl Plane {
         // at `want` then, so one of the two sees the other
         self.control.set_want(part);
         let waited = self.wait_until_taken(part, begin, waits.limit);
-        handover::end_wait(&self.control);
+        handover::end_wait(&*self.control);
         waited
     }
 
@@ -139,7 +176,7 @@ impl Plane {
     ) -> Result<(), ClientError> {
         loop {
             let seen = self.control.load(part);
-            if handover::take(&self.control, part) {
+            if handover::take(&*self.control, part) {
                 return Ok(());
             }
             self.lease.check()?;

@@ -2,11 +2,13 @@
 
 use std::{fmt, sync::Arc};
 
-use flextensord_device::mapping::{Mapping, RangeError};
+use flextensord_device::cuda::stream::CallerStream;
 
 use crate::{
     connection::check_process,
     error::ClientError,
+    gpu::OnStream,
+    memory::PlaneMemory,
     plan::{LayerId, TensorPlace},
     plane::{Ended, Plane},
     rpc_holds::RpcPart,
@@ -15,11 +17,15 @@ use crate::{
 /// Holds the parts of a layer on the device: until it is dropped their bytes stay as
 /// they are. Dropped on another thread than the manager's it is given back by that
 /// thread's next acquire or release. In a forked child it does nothing.
+///
+/// On a GPU it is given back on the stream that it was acquired on, behind what is queued
+/// there, unless [`Hold::release_on`] names another.
 #[must_use = "a hold that is dropped gives the layer back"]
 pub struct Hold {
     plane: Arc<Plane>,
     layer: LayerId,
     rpc: Option<RpcPart>,
+    on: Option<OnStream>,
     ended: bool,
 }
 
@@ -28,16 +34,23 @@ impl fmt::Debug for Hold {
         f.debug_struct("Hold")
             .field("layer", &self.layer_name())
             .field("rpc", &self.rpc)
+            .field("on", &self.on)
             .finish_non_exhaustive()
     }
 }
 
 impl Hold {
-    pub(crate) fn new(plane: Arc<Plane>, layer: LayerId, rpc: Option<RpcPart>) -> Self {
+    pub(crate) fn new(
+        plane: Arc<Plane>,
+        layer: LayerId,
+        rpc: Option<RpcPart>,
+        on: Option<OnStream>,
+    ) -> Self {
         Self {
             plane,
             layer,
             rpc,
+            on,
             ended: false,
         }
     }
@@ -92,12 +105,29 @@ impl Hold {
     ///
     /// # Errors
     /// [`ClientError::WrongThread`]: the manager's thread gives it back with its next
-    /// call. [`ClientError::Forked`].
+    /// call. [`ClientError::Forked`]. On a GPU also [`ClientError::CaptureEdge`] and what
+    /// the driver says; a hold that could not be given back is with the next call.
     pub fn release(mut self) -> Result<(), ClientError> {
         check_process(&self.plane.mark)?;
         let checked = self.plane.owner.check();
-        self.end();
-        checked
+        let ended = self.end();
+        checked.and(ended)
+    }
+
+    /// Gives the layer back on `stream`, behind what is queued there. A hold over RPC is
+    /// given back once that is done.
+    ///
+    /// # Errors
+    /// As [`Hold::release`], and [`ClientError::WrongDevice`] where there are no streams;
+    /// the hold has ended all the same.
+    pub fn release_on(mut self, stream: CallerStream) -> Result<(), ClientError> {
+        check_process(&self.plane.mark)?;
+        if self.plane.gpu.is_none() {
+            return Err(self.plane.wrong_device("release_on", "release"));
+        }
+        let capture = self.on.and_then(|on| on.capture);
+        self.on = Some(OnStream { stream, capture });
+        self.release()
     }
 
     /// Gives the layer back and waits for the daemon's answer, for a hold over RPC.
@@ -112,8 +142,9 @@ impl Hold {
         let ended = Ended {
             layer: self.layer,
             rpc: self.rpc.take(),
+            on: self.on,
         };
-        match self.plane.settle(ended, Some(reply)) {
+        match self.plane.settle(ended, Some(reply))? {
             Some(job) => self.plane.send(job),
             None => return Ok(()),
         }
@@ -122,19 +153,22 @@ impl Hold {
             .unwrap_or(Err(ClientError::State("the connection is closed")))
     }
 
-    fn end(&mut self) {
-        if !std::mem::replace(&mut self.ended, true) {
-            self.plane.end(Ended {
-                layer: self.layer,
-                rpc: self.rpc.take(),
-            });
+    fn end(&mut self) -> Result<(), ClientError> {
+        if std::mem::replace(&mut self.ended, true) {
+            return Ok(());
         }
+        self.plane.end(Ended {
+            layer: self.layer,
+            rpc: self.rpc.take(),
+            on: self.on,
+        })
     }
 
     fn view<'a>(&'a self, place: &'a TensorPlace) -> TensorView<'a> {
         TensorView {
             plane: &self.plane,
             place,
+            on: self.on,
         }
     }
 }
@@ -142,8 +176,10 @@ impl Hold {
 impl Drop for Hold {
     fn drop(&mut self) {
         // the words belong to the parent: a child that ends must not give them back
-        if !self.plane.mark.in_child() {
-            self.end();
+        if !self.plane.mark.in_child()
+            && let Err(error) = self.end()
+        {
+            self.plane.lease.note_release_error(error);
         }
     }
 }
@@ -154,6 +190,7 @@ impl Drop for Hold {
 pub struct TensorView<'a> {
     plane: &'a Plane,
     place: &'a TensorPlace,
+    on: Option<OnStream>,
 }
 
 impl fmt::Debug for TensorView<'_> {
@@ -199,35 +236,40 @@ impl<'a> TensorView<'a> {
         self.place
     }
 
-    /// Copies all its bytes into `target`, which must have as many.
+    /// Copies all its bytes into `target`, which must have as many. On a GPU it waits until
+    /// all that the manager has queued is done, at most for the limit of a call.
     ///
     /// # Errors
-    /// [`ClientError::Range`] when it has not, [`ClientError::Forked`].
+    /// [`ClientError::Range`] when it has not, [`ClientError::Forked`]; on a GPU also
+    /// [`ClientError::Deadline`], [`ClientError::LeaseLost`], [`ClientError::DaemonLost`],
+    /// [`ClientError::State`] in a capture, and what the driver says.
     pub fn read(&self, target: &mut [u8]) -> Result<(), ClientError> {
         let range = self.range(target.len())?;
         range.map_or(Ok(()), |(memory, offset)| {
-            memory.read(offset, target).map_err(outside)
+            self.plane.until_readable(self.place.part, self.on)?;
+            memory.read(offset, target)
         })
     }
 
     /// Whether its bytes are those of `expected`. Another length is another content.
     ///
     /// # Errors
-    /// [`ClientError::Forked`].
+    /// As [`TensorView::read`].
     pub fn equals(&self, expected: &[u8]) -> Result<bool, ClientError> {
         if expected.len() as u64 != self.place.bytes {
             return Ok(false);
         }
         let range = self.range(expected.len())?;
         range.map_or(Ok(true), |(memory, offset)| {
-            memory.equals(offset, expected).map_err(outside)
+            self.plane.until_readable(self.place.part, self.on)?;
+            memory.equals(offset, expected)
         })
     }
 
     /// Its bytes.
     ///
     /// # Errors
-    /// [`ClientError::Forked`].
+    /// As [`TensorView::read`].
     pub fn to_vec(&self) -> Result<Vec<u8>, ClientError> {
         let length = usize::try_from(self.place.bytes).map_err(|_| self.misfit(0))?;
         let mut bytes = vec![0; length];
@@ -235,20 +277,19 @@ impl<'a> TensorView<'a> {
         Ok(bytes)
     }
 
-    /// The address of its bytes in this process, read-only and valid while the layer is
-    /// held, for code that reads them in place; `None` for a tensor without bytes.
+    /// The address of its bytes, read-only and valid while the layer is held, for code
+    /// that reads them in place; `None` for a tensor without bytes. On a GPU it is one of
+    /// the GPU's, the same for the life of the plan, with the bytes there once the stream
+    /// of the acquire has come so far.
     ///
     /// # Errors
     /// [`ClientError::Forked`].
     pub fn address(&self) -> Result<Option<usize>, ClientError> {
-        let length = usize::try_from(self.place.bytes).map_err(|_| self.misfit(0))?;
-        let range = self.range(length)?;
-        let address = |(memory, offset): (&Mapping, usize)| memory.address(offset, length);
-        range.map(address).transpose().map_err(outside)
+        self.plane.address_of(self.place)
     }
 
     /// Where its bytes are; `None` when it has none.
-    fn range(&self, length: usize) -> Result<Option<(&'a Mapping, usize)>, ClientError> {
+    fn range(&self, length: usize) -> Result<Option<(&'a PlaneMemory, u64)>, ClientError> {
         check_process(&self.plane.mark)?;
         if length as u64 != self.place.bytes {
             return Err(self.misfit(length));
@@ -257,10 +298,8 @@ impl<'a> TensorView<'a> {
             return Ok(None);
         }
         let memory = self.plane.memory_of(self.place.part);
-        let offset = usize::try_from(self.place.offset).ok();
         memory
-            .zip(offset)
-            .map(Some)
+            .map(|memory| Some((memory, self.place.offset)))
             .ok_or_else(|| self.misfit(length))
     }
 
@@ -271,8 +310,4 @@ impl<'a> TensorView<'a> {
             rule: format!("the tensor has {} bytes", self.place.bytes),
         }
     }
-}
-
-fn outside(error: RangeError) -> ClientError {
-    ClientError::Page(error.into())
 }

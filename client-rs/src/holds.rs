@@ -122,6 +122,15 @@ impl HoldTable {
         true
     }
 
+    /// Forgets all holds.
+    pub(crate) fn clear(&mut self) {
+        for part in self.held.drain(..) {
+            if let Some(count) = self.counts.get_mut(part as usize) {
+                *count = 0;
+            }
+        }
+    }
+
     /// Holds all of `parts`, which were checked: `touch` takes one that was not held.
     /// When it fails, what this call took is given back by `undo` and nothing has changed.
     pub(crate) fn acquire<E>(

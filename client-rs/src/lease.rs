@@ -13,6 +13,7 @@ use flextensord_proto::v1::{
     LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, lease_ended::Reason, lease_event::Event,
     offload_client::OffloadClient,
 };
+use tokio::sync::watch;
 use tonic::{Status, Streaming};
 
 use crate::{
@@ -40,6 +41,20 @@ pub enum LeaseState {
     DaemonLost = 3,
 }
 
+/// What became of the work that was queued on a GPU when the lease was over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Fate {
+    /// Nothing was ever queued.
+    Nothing = 0,
+    /// Something was, and nobody has looked since: the worst is assumed.
+    Unknown = 1,
+    /// It ran to its end.
+    Finished = 2,
+    /// It was ended, and the process's context with it.
+    Lost = 3,
+}
+
 /// What wakes the engine.
 #[derive(Debug)]
 pub(crate) struct Bell {
@@ -53,7 +68,12 @@ pub(crate) struct Lease {
     pub(crate) name: String,
     pub(crate) epoch: u64,
     pub(crate) device: String,
+    /// "cpu" or "cuda"; empty from a daemon that knows the first alone.
+    pub(crate) device_kind: String,
+    pub(crate) device_uuid: String,
     pub(crate) token: Token,
+    /// Of the daemon that holds it.
+    generation: AtomicU64,
     patience: Duration,
     state: AtomicU8,
     reason: Mutex<String>,
@@ -63,6 +83,9 @@ pub(crate) struct Lease {
     bell: RwLock<Bell>,
     /// A release that failed where nobody could be told.
     release_error: Mutex<Option<ClientError>>,
+    fate: AtomicU8,
+    /// Tells that the lease is over.
+    over: watch::Sender<bool>,
 }
 
 /// Proves ownership; never shown.
@@ -81,6 +104,9 @@ impl Lease {
             name: opened.name,
             epoch: opened.lease_epoch,
             device: opened.device,
+            device_kind: opened.device_kind,
+            device_uuid: opened.device_uuid,
+            generation: AtomicU64::new(opened.daemon_generation),
             token: Token(opened.token),
             patience,
             state: AtomicU8::new(LeaseState::Live as u8),
@@ -88,7 +114,30 @@ impl Lease {
             draining: AtomicU64::new(0),
             bell: RwLock::new(bell),
             release_error: Mutex::new(None),
+            fate: AtomicU8::new(Fate::Nothing as u8),
+            over: watch::Sender::new(false),
         }
+    }
+
+    /// Generation of the daemon that holds it.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Waits until it is over.
+    pub(crate) async fn until_over(&self) {
+        // it fails when the sender is gone, which self is
+        let _ = self.over.subscribe().wait_for(|over| *over).await;
+    }
+
+    /// Notes what becomes of work on a GPU.
+    pub(crate) fn note_fate(&self, fate: Fate) {
+        self.fate.store(fate as u8, Ordering::Release);
+    }
+
+    fn context_lost(&self) -> bool {
+        let fate = self.fate.load(Ordering::Acquire);
+        fate == Fate::Unknown as u8 || fate == Fate::Lost as u8
     }
 
     pub(crate) fn state(&self) -> LeaseState {
@@ -118,10 +167,12 @@ impl Lease {
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .clone(),
+                context_lost: self.context_lost(),
             }),
             LeaseState::DaemonLost => Err(ClientError::DaemonLost {
                 manager: self.name.clone(),
                 patience: self.patience,
+                context_lost: self.context_lost(),
             }),
         }
     }
@@ -139,7 +190,7 @@ impl Lease {
         let mut text = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if matches!(self.state(), LeaseState::Live | LeaseState::Detached) {
             reason.clone_into(&mut text);
-            self.state.store(LeaseState::Ended as u8, Ordering::Release);
+            self.set(LeaseState::Ended);
         }
     }
 
@@ -161,8 +212,16 @@ impl Lease {
         slot.take()
     }
 
+    /// Changes the state, unless the lease is over: that is for ever.
     fn set(&self, state: LeaseState) {
-        self.state.store(state as u8, Ordering::Release);
+        let live = |now: u8| (now <= LeaseState::Detached as u8).then_some(state as u8);
+        // an error means that it is over already
+        let _ = self
+            .state
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, live);
+        if matches!(self.state(), LeaseState::Ended | LeaseState::DaemonLost) {
+            self.over.send_replace(true);
+        }
     }
 }
 
@@ -199,6 +258,7 @@ pub(crate) async fn open_stream(
         ) => Err(ClientError::LeaseLost {
             manager: message.name,
             reason: describe(ended).to_owned(),
+            context_lost: false,
         }),
         _ => Err(ClientError::Protocol {
             call: "OpenManager",
@@ -308,9 +368,13 @@ async fn attempt(
         return Err(ClientError::LeaseLost {
             manager: lease.name.clone(),
             reason: "the daemon began a new lease in its place".to_owned(),
+            context_lost: lease.context_lost(),
         });
     }
     let bell = fetch_bell(client, &opened).await?;
+    lease
+        .generation
+        .store(opened.daemon_generation, Ordering::Release);
     *lease.bell.write().unwrap_or_else(PoisonError::into_inner) = bell;
     Ok(stream)
 }

@@ -21,6 +21,8 @@
 //! - [`Client`]: a connection; [`Client::weights`] and [`Client::admin`] are its calls;
 //! - [`Manager`]: a named offload context that this process owns, with the fast path
 //!   ([`Manager::acquire`]) through shared memory and the same over RPC;
+//! - [`Manager::acquire_on`]: the same on a stream of a GPU ([`CallerStream`]), eager or
+//!   while it is captured, without a wait on the host;
 //! - [`Hold`]: a layer whose bytes stay as they are until it is dropped;
 //! - [`blocking`]: the same without an asynchronous runtime.
 //!
@@ -39,11 +41,13 @@ pub mod checkpoint;
 mod connection;
 mod error;
 mod fastpath;
+mod gpu;
 mod hold;
 mod holds;
 mod lease;
 pub mod locate;
 mod manager;
+mod memory;
 pub mod plan;
 mod plane;
 mod registration;
@@ -55,6 +59,7 @@ pub mod weights;
 
 pub use connection::{Client, ConnectOptions};
 pub use error::ClientError;
+pub use flextensord_device::cuda::{driver::Driver, error::CudaError, stream::CallerStream};
 pub use flextensord_proto::{kind, v1};
 pub use hold::{Hold, TensorView};
 pub use lease::LeaseState;

@@ -5,6 +5,7 @@ use std::{
     time::Duration,
 };
 
+use flextensord_device::cuda::context::Context;
 use flextensord_proto::{
     PROTOCOL,
     v1::{
@@ -17,6 +18,7 @@ use tokio::task::JoinHandle;
 use crate::{
     connection::{Client, check_process, request},
     error::ClientError,
+    gpu::attach,
     hold::Hold,
     lease::{self, Lease, LeaseState},
     plan::{LayerId, Plan},
@@ -27,8 +29,8 @@ use crate::{
 
 /// How long an acquire waits unless told otherwise.
 pub const ACQUIRE_LIMIT: Duration = Duration::from_secs(30);
-/// Limit of closing a manager that is dropped.
-const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+/// Limit of closing a manager that is dropped, and of waiting for what it has queued.
+pub(crate) const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How to open a manager.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -53,6 +55,8 @@ pub struct Manager {
     /// Follows the lease's stream; taken on close and drop.
     follower: Option<JoinHandle<()>>,
     plane: Option<Arc<Plane>>,
+    /// Of its GPU.
+    context: Option<Arc<Context>>,
     registered: Option<RegisterModelResponse>,
     acquire_limit: Duration,
 }
@@ -63,7 +67,8 @@ impl Manager {
     ///
     /// # Errors
     /// `MANAGER_TAKEN` when a living process owns the name, `DRAINING`,
-    /// `PROTOCOL_VERSION`, `NOT_FOUND` for the device, and those of the connection.
+    /// `PROTOCOL_VERSION`, `NOT_FOUND` for the device, and those of the connection. On a
+    /// GPU [`ClientError::GpuNotVisible`] and what its driver says.
     pub async fn open(client: &Client, options: OpenOptions) -> Result<Self, ClientError> {
         let (lowest, highest) = PROTOCOL;
         let message = OpenManagerRequest {
@@ -96,14 +101,18 @@ impl Manager {
         let bell = lease::fetch_bell(client, &opened).await?;
         let lease = Arc::new(Lease::new(opened, bell, client.options().patience));
         let follow = lease::follow(client.clone(), lease.clone(), message, stream);
-        Ok(Self {
+        let mut manager = Self {
             follower: Some(client.runtime()?.spawn(follow)),
             client: client.clone(),
             lease,
             plane: None,
+            context: None,
             registered: None,
             acquire_limit: ACQUIRE_LIMIT,
-        })
+        };
+        // when it fails the manager is dropped, and so closed
+        manager.context = attach::attach(client, &manager.lease).await?;
+        Ok(manager)
     }
 
     /// Registers the model: `layers` in the order of a pass, with tensors of
@@ -125,7 +134,7 @@ impl Manager {
         }
         let answer = registration::register(&self.client, &self.lease, weight_set, layers, budget);
         let answer = answer.await.map_err(|error| self.explain(error))?;
-        let plane = registration::map_plan(&self.client, &self.lease).await;
+        let plane = registration::map_plan(&self.client, &self.lease, self.context.as_ref()).await;
         self.plane = Some(Arc::new(plane.map_err(|error| self.explain(error))?));
         Ok(self.registered.insert(answer))
     }
@@ -140,6 +149,12 @@ impl Manager {
     #[must_use]
     pub fn device(&self) -> &str {
         &self.lease.device
+    }
+
+    /// Whether its layers are acquired on streams of a GPU ([`Manager::acquire_on`]).
+    #[must_use]
+    pub fn is_on_gpu(&self) -> bool {
+        self.context.is_some()
     }
 
     /// Grows whenever the manager changes its owner.
@@ -196,7 +211,8 @@ impl Manager {
     /// [`ClientError::HoldConflict`] before anything is touched,
     /// [`ClientError::Deadline`], [`ClientError::LeaseLost`],
     /// [`ClientError::DaemonLost`], [`ClientError::WrongThread`],
-    /// [`ClientError::OrderBroken`], [`ClientError::Forked`].
+    /// [`ClientError::OrderBroken`], [`ClientError::Forked`], and on a GPU
+    /// [`ClientError::WrongDevice`]: see [`Manager::acquire_on`].
     #[inline]
     pub fn acquire(&self, layer: LayerId) -> Result<Hold, ClientError> {
         self.acquire_within(layer, self.acquire_limit)
@@ -293,21 +309,34 @@ impl Manager {
     }
 
     /// Closes the manager: its memory goes back and its name is free. Holds that are
-    /// left keep their bytes mapped, but acquires fail.
+    /// left keep their bytes mapped, but acquires fail. On a GPU it first waits until what
+    /// is queued is done; launches of graphs the caller must have waited for.
     ///
     /// # Errors
-    /// Those of the connection. A lease that is over already is no error.
-    pub async fn close(mut self) -> Result<(), ClientError> {
+    /// Those of the connection. A lease that is over already is no error. On a GPU
+    /// [`ClientError::LeaseLost`] when queued work did not end within the limit of a call:
+    /// it was ended, with the process's context.
+    pub async fn close(self) -> Result<(), ClientError> {
+        let limit = self.client.options().call_timeout;
+        self.close_within(limit, limit).await
+    }
+
+    /// As [`Manager::close`], with limits for what is queued and for the call.
+    pub(crate) async fn close_within(
+        mut self,
+        queued: Duration,
+        limit: Duration,
+    ) -> Result<(), ClientError> {
         self.client.check_process()?;
         if self.lease.check().is_err() {
             return Ok(());
         }
-        let limit = self.client.options().call_timeout;
+        let finished = let_go(&self.client, self.plane.take(), queued).await;
         let closed = close(self.client.clone(), self.lease.clone(), limit).await;
         if let Some(follower) = self.follower.take() {
             follower.abort();
         }
-        closed
+        finished.and(closed)
     }
 
     /// Whether the process is the right one and the lease goes on.
@@ -316,7 +345,7 @@ impl Manager {
         self.lease.check()
     }
 
-    fn plane(&self) -> Result<&Arc<Plane>, ClientError> {
+    pub(crate) fn plane(&self) -> Result<&Arc<Plane>, ClientError> {
         let none = ClientError::State("no model is registered with the manager");
         self.plane.as_ref().ok_or(none)
     }
@@ -331,6 +360,7 @@ impl Manager {
                 self.lease.check().err().unwrap_or(ClientError::LeaseLost {
                     manager: self.lease.name.clone(),
                     reason: failure.message,
+                    context_lost: false,
                 })
             }
             other => other,
@@ -346,14 +376,17 @@ impl Drop for Manager {
         // in a forked child the manager is the parent's
         if self.client.check_process().is_err() {
             std::mem::forget(follower);
+            std::mem::forget(self.context.take());
             return;
         }
         if let Ok(runtime) = self.client.runtime()
             && self.lease.check().is_ok()
         {
+            let (client, plane) = (self.client.clone(), self.plane.take());
             let close = close(self.client.clone(), self.lease.clone(), CLOSE_LIMIT);
             // the stream is let go after the close, which needs the lease
             runtime.spawn(async move {
+                let _ = let_go(&client, plane, CLOSE_LIMIT).await;
                 let _ = close.await;
                 follower.abort();
             });
@@ -361,6 +394,25 @@ impl Drop for Manager {
             follower.abort();
         }
     }
+}
+
+/// Lets the plan go. On a GPU its memory is unmapped here, once what is queued is done.
+async fn let_go(
+    client: &Client,
+    plane: Option<Arc<Plane>>,
+    queued: Duration,
+) -> Result<(), ClientError> {
+    let Some(plane) = plane else {
+        return Ok(());
+    };
+    let Some(gpu) = &plane.gpu else {
+        return Ok(());
+    };
+    let finished = gpu.close(queued).await;
+    // the driver takes its time; a runtime that ends does it in the task's end
+    let unmapped = client.runtime()?.spawn_blocking(move || drop(plane));
+    let _ = unmapped.await;
+    finished
 }
 
 async fn close(client: Client, lease: Arc<Lease>, limit: Duration) -> Result<(), ClientError> {

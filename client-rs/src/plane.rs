@@ -11,15 +11,17 @@ use std::{
     time::Duration,
 };
 
-use flextensord_device::{control::ControlPage, fork::ForkMark, handover, mapping::Mapping};
+use flextensord_device::{control::ControlPage, fork::ForkMark, handover};
 use tokio::sync::mpsc;
 
 use crate::{
     connection::check_process,
     error::ClientError,
+    gpu::{Gpu, OnStream},
     holds::{HoldTable, Overlap, overlap_within},
     lease::Lease,
-    plan::{Layer, LayerId, Plan},
+    memory::PlaneMemory,
+    plan::{Layer, LayerId, Plan, TensorPlace},
     rpc_holds::{Job, RpcPart},
     thread::OwnerThread,
 };
@@ -30,6 +32,8 @@ use crate::{
 pub(crate) struct Ended {
     pub(crate) layer: LayerId,
     pub(crate) rpc: Option<RpcPart>,
+    /// On a GPU, where it is given back.
+    pub(crate) on: Option<OnStream>,
 }
 
 /// The data plane of one plan.
@@ -39,8 +43,10 @@ pub(crate) struct Plane {
     pub(crate) owner: OwnerThread,
     pub(crate) lease: Arc<Lease>,
     pub(crate) plan: Plan,
-    pub(crate) control: ControlPage,
-    memory: Vec<Option<Mapping>>,
+    pub(crate) control: Arc<ControlPage>,
+    memory: Vec<Option<PlaneMemory>>,
+    /// On a GPU, what is queued there.
+    pub(crate) gpu: Option<Gpu>,
     table: Mutex<HoldTable>,
     /// Layers whose own parts overlap: a fault of the plan.
     torn: HashMap<LayerId, Overlap>,
@@ -61,8 +67,9 @@ impl Plane {
     /// The thread that calls becomes the owner.
     pub(crate) fn new(
         plan: Plan,
-        control: ControlPage,
-        memory: Vec<Option<Mapping>>,
+        control: Arc<ControlPage>,
+        memory: Vec<Option<PlaneMemory>>,
+        gpu: Option<Gpu>,
         lease: Arc<Lease>,
         jobs: mpsc::UnboundedSender<Job>,
     ) -> Self {
@@ -79,6 +86,7 @@ impl Plane {
             plan,
             control,
             memory,
+            gpu,
             parked: Mutex::new(Vec::new()),
             has_parked: AtomicBool::new(false),
             rpc_busy: AtomicBool::new(false),
@@ -124,14 +132,36 @@ impl Plane {
     }
 
     /// The memory that a part lies in; none when it has no bytes.
-    pub(crate) fn memory_of(&self, part: u32) -> Option<&Mapping> {
+    pub(crate) fn memory_of(&self, part: u32) -> Option<&PlaneMemory> {
         let part = self.plan.parts().get(part as usize)?;
         self.memory.get(part.allocation as usize)?.as_ref()
     }
 
-    /// Writes the word of a part that nobody holds any more.
+    /// The address of a tensor's bytes; `None` when it has none.
+    pub(crate) fn address_of(&self, place: &TensorPlace) -> Result<Option<usize>, ClientError> {
+        check_process(&self.mark)?;
+        if place.bytes == 0 {
+            return Ok(None);
+        }
+        let memory = self.memory_of(place.part).ok_or(ClientError::State(
+            "the tensor is none of the manager's plan",
+        ))?;
+        memory.address(place.offset, place.bytes).map(Some)
+    }
+
+    /// The refusal of a call that is for another kind of device.
+    #[cold]
+    pub(crate) fn wrong_device(&self, call: &'static str, instead: &'static str) -> ClientError {
+        ClientError::WrongDevice {
+            call,
+            device: self.lease.device.clone(),
+            instead,
+        }
+    }
+
+    /// Writes the word of a part that nobody holds any more, all reads completed.
     pub(crate) fn give_back(&self, part: u32) {
-        if !handover::give_back(&self.control, part) && self.lease.check().is_ok() {
+        if !handover::give_back(&*self.control, part) && self.lease.check().is_ok() {
             self.lease.note_release_error(ClientError::Protocol {
                 call: "release",
                 reason: format!("the slot word of part {part} was not in use"),
@@ -140,16 +170,18 @@ impl Plane {
     }
 
     /// Ends a hold, or keeps it for the owner when another thread calls.
-    pub(crate) fn end(&self, ended: Ended) {
+    pub(crate) fn end(&self, ended: Ended) -> Result<(), ClientError> {
         if !self.owner.is_current() {
-            return self.park(ended);
+            self.park(ended);
+            return Ok(());
         }
         if self.has_parked.load(Ordering::Acquire) {
             self.settle_parked();
         }
-        if let Some(job) = self.settle(ended, None) {
+        if let Some(job) = self.settle(ended, None)? {
             self.send(job);
         }
+        Ok(())
     }
 
     /// Keeps an ended hold for the owner's next call.
@@ -167,8 +199,10 @@ impl Plane {
             std::mem::take(&mut *parked)
         };
         for ended in parked {
-            if let Some(job) = self.settle(ended, None) {
-                self.send(job);
+            match self.settle(ended, None) {
+                Ok(Some(job)) => self.send(job),
+                Ok(None) => {}
+                Err(error) => self.lease.note_release_error(error),
             }
         }
     }
@@ -190,9 +224,14 @@ impl Plane {
 
 impl Drop for Plane {
     fn drop(&mut self) {
-        // closing the queue wakes a task, and a forked child has no runtime to wake
+        // closing the queue wakes a task, and a forked child has no runtime to wake; nor
+        // has it a driver that would give memory and pages of a GPU back
         if self.mark.in_child() {
             std::mem::forget(self.jobs.take());
+            if let Some(gpu) = self.gpu.take() {
+                std::mem::forget((gpu, std::mem::take(&mut self.memory)));
+                std::mem::forget(Arc::clone(&self.control));
+            }
         }
     }
 }

@@ -1,13 +1,17 @@
 //! Registering a model, and mapping the plan that comes of it.
 
-use std::{os::fd::AsFd as _, sync::Arc};
+use std::{
+    os::fd::{AsFd as _, OwnedFd},
+    sync::Arc,
+};
 
 use flextensord_device::{
     control::{ControlIdentity, ControlPage},
+    cuda::context::Context,
     mapping::{Access, Mapping},
 };
 use flextensord_proto::v1::{
-    GetPlanRequest, Layer as LayerMessage, PlanMemory, RegisterHeader, RegisterLayers,
+    Allocation, GetPlanRequest, Layer as LayerMessage, PlanMemory, RegisterHeader, RegisterLayers,
     RegisterModelRequest, RegisterModelResponse, offload_client::OffloadClient, register_header,
     register_model_request::Part,
 };
@@ -17,7 +21,9 @@ use tokio::sync::mpsc;
 use crate::{
     connection::{Client, request},
     error::ClientError,
+    gpu::{Gpu, Imported, Source, ending},
     lease::Lease,
+    memory::PlaneMemory,
     plan::Plan,
     plane::Plane,
     request_id, rpc_holds,
@@ -100,8 +106,12 @@ fn in_messages(layers: &[LayerSpec]) -> Vec<RegisterModelRequest> {
     messages.into_iter().map(part).collect()
 }
 
-/// Fetches the plan in force, and maps its pages and memory.
-pub(crate) async fn map_plan(client: &Client, lease: &Arc<Lease>) -> Result<Plane, ClientError> {
+/// Fetches the plan in force, and maps its pages and memory, into `context` on a GPU.
+pub(crate) async fn map_plan(
+    client: &Client,
+    lease: &Arc<Lease>,
+    context: Option<&Arc<Context>>,
+) -> Result<Plane, ClientError> {
     let limit = client.options().call_timeout;
     let message = GetPlanRequest {
         token: lease.token.0.clone(),
@@ -127,38 +137,71 @@ pub(crate) async fn map_plan(client: &Client, lease: &Arc<Lease>) -> Result<Plan
         plan_version: plan.version(),
         parts: memory.parts,
     };
+    let source = Source {
+        socket: client.location().socket.clone(),
+        generation: lease.generation(),
+    };
+    let (context, their_lease) = (context.cloned(), lease.clone());
+    // on a thread that may block: the driver takes its time
     let mapped = client.descriptors(move |channel| {
         let control = ControlPage::open(channel.redeem(&memory.control_ticket)?, identity)?;
-        map_allocations(&memory, |ticket| channel.redeem(ticket)).map(|mapped| (control, mapped))
+        let control = Arc::new(control);
+        let place = context.as_ref().map(|context| (context, &source));
+        let allocations = map_allocations(&memory, place, |ticket| channel.redeem(ticket))?;
+        let on_gpu = allocations.iter().filter_map(|memory| match memory {
+            Some(PlaneMemory::Device(imported)) => Some(Arc::clone(imported)),
+            Some(PlaneMemory::Host(_)) | None => None,
+        });
+        let on_gpu: Vec<_> = on_gpu.collect();
+        let gpu = context
+            .map(|context| Gpu::new(&plan, &control, context, on_gpu, &their_lease, limit))
+            .transpose()?;
+        Ok((plan, control, allocations, gpu))
     });
-    let (control, allocations) = mapped.await?;
+    let (plan, control, allocations, gpu) = mapped.await?;
     let (sender, jobs) = mpsc::unbounded_channel();
-    let serve = rpc_holds::serve(client.clone(), lease.clone(), jobs);
-    client.runtime()?.spawn(serve);
+    let runtime = client.runtime()?;
+    runtime.spawn(rpc_holds::serve(client.clone(), lease.clone(), jobs));
+    if let Some(gpu) = &gpu {
+        runtime.spawn(ending::watch(gpu.weak(), lease.clone()));
+    }
     Ok(Plane::new(
         plan,
         control,
         allocations,
+        gpu,
         lease.clone(),
         sender,
     ))
 }
 
+/// Maps the allocations of a plan: into the context of a GPU where there is one.
 fn map_allocations(
     memory: &PlanMemory,
-    redeem: impl Fn(&[u8]) -> Result<std::os::fd::OwnedFd, ClientError>,
-) -> Result<Vec<Option<Mapping>>, ClientError> {
-    let map = |allocation: &flextensord_proto::v1::Allocation| {
+    gpu: Option<(&Arc<Context>, &Source)>,
+    redeem: impl Fn(&[u8]) -> Result<OwnedFd, ClientError>,
+) -> Result<Vec<Option<PlaneMemory>>, ClientError> {
+    let map = |allocation: &Allocation| {
         if allocation.bytes == 0 {
             return Ok(None);
         }
-        let size = usize::try_from(allocation.bytes).map_err(|_| ClientError::Range {
-            what: format!("allocation {}, in bytes,", allocation.id),
-            value: allocation.bytes,
-            rule: "more than this process can address".to_owned(),
-        })?;
+        let bytes = allocation.bytes;
         let descriptor = redeem(&allocation.ticket)?;
-        Ok(Some(Mapping::new(descriptor.as_fd(), size, Access::Read)?))
+        let Some((context, source)) = gpu else {
+            let size = usize::try_from(bytes).map_err(|_| ClientError::Range {
+                what: format!("allocation {}, in bytes,", allocation.id),
+                value: bytes,
+                rule: "more than this process can address".to_owned(),
+            })?;
+            let mapping = Mapping::new(descriptor.as_fd(), size, Access::Read)?;
+            return Ok(Some(PlaneMemory::Host(mapping)));
+        };
+        let imported = if allocation.ring {
+            Imported::ring(context, descriptor, bytes)
+        } else {
+            Imported::residents(context, source, allocation.id, descriptor, bytes)
+        };
+        Ok(Some(PlaneMemory::Device(imported?)))
     };
     memory.allocations.iter().map(map).collect()
 }

@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::{
     connection::{Client, request},
     error::ClientError,
+    gpu::Mark,
     hold::Hold,
     lease::Lease,
     plan::LayerId,
@@ -36,19 +37,26 @@ pub(crate) struct RpcPart {
     pub(crate) own: Vec<u32>,
 }
 
+/// Where the answer of a release goes.
+pub(crate) type Reply = oneshot::Sender<Result<(), ClientError>>;
+
 /// A call to make.
 #[derive(Debug)]
 pub(crate) enum Job {
     Acquire {
         message: AcquireRequest,
         limit: Duration,
+        /// On a GPU, behind what was queued before.
+        after: Option<Mark>,
         reservation: Reservation,
         reply: oneshot::Sender<Result<Hold, ClientError>>,
     },
     Release {
         hold: u64,
         keep_parts: Vec<u32>,
-        reply: Option<oneshot::Sender<Result<(), ClientError>>>,
+        /// On a GPU, behind what reads the parts.
+        after: Option<Mark>,
+        reply: Option<Reply>,
     },
 }
 
@@ -68,7 +76,7 @@ impl Reservation {
             hold: Some(hold),
             own: std::mem::take(&mut self.own),
         };
-        Hold::new(self.plane.clone(), self.layer, Some(rpc))
+        Hold::new(self.plane.clone(), self.layer, Some(rpc), None)
     }
 }
 
@@ -81,6 +89,7 @@ impl Drop for Reservation {
                     hold: None,
                     own: std::mem::take(&mut self.own),
                 }),
+                on: None,
             });
         }
         self.plane.rpc_busy.store(false, Ordering::Release);
@@ -94,11 +103,12 @@ impl Plane {
         id: LayerId,
         limit: Duration,
     ) -> Result<Hold, ClientError> {
-        let (message, reservation) = self.reserve(id, limit)?;
+        let (message, after, reservation) = self.reserve(id, limit)?;
         let (reply, answer) = oneshot::channel();
         self.send(Job::Acquire {
             message,
             limit,
+            after,
             reservation,
             reply,
         });
@@ -116,7 +126,7 @@ impl Plane {
         self: &Arc<Self>,
         id: LayerId,
         limit: Duration,
-    ) -> Result<(AcquireRequest, Reservation), ClientError> {
+    ) -> Result<(AcquireRequest, Option<Mark>, Reservation), ClientError> {
         let layer = self.enter(id)?;
         if self.rpc_busy.load(Ordering::Acquire) {
             return Err(ClientError::OrderBroken {
@@ -131,6 +141,10 @@ impl Plane {
             layer: layer.name.clone(),
             timeout_ms: milliseconds,
             except_parts: Vec::new(),
+        };
+        let after = match &self.gpu {
+            Some(gpu) => Some(self.order_rpc(gpu, None)?),
+            None => None,
         };
         let mut own = Vec::new();
         let mut table = self.table();
@@ -150,7 +164,7 @@ impl Plane {
             own,
             kept: false,
         };
-        Ok((message, reservation))
+        Ok((message, after, reservation))
     }
 }
 
@@ -165,10 +179,18 @@ pub(crate) async fn serve(
             Job::Acquire {
                 message,
                 limit,
+                after,
                 reservation,
                 reply,
             } => {
-                let acquired = acquire(&client, &lease, &message, limit, &reservation).await;
+                let begin = Instant::now();
+                let acquired = match queued_before(after.as_ref(), limit).await {
+                    Ok(()) => {
+                        let left = limit.saturating_sub(begin.elapsed());
+                        acquire(&client, &lease, &message, left, &reservation).await
+                    }
+                    Err(error) => Err(error),
+                };
                 let acquired = acquired.map(|hold| reservation.into_hold(hold));
                 // nobody waits any more: the hold is dropped, and so given back
                 let _ = reply.send(acquired);
@@ -176,18 +198,48 @@ pub(crate) async fn serve(
             Job::Release {
                 hold,
                 keep_parts,
-                reply,
+                after,
+                mut reply,
             } => {
-                let released = release(&client, &lease, Which::Hold(hold), keep_parts).await;
-                match (reply, released) {
-                    (Some(reply), released) => {
-                        let _ = reply.send(released);
+                let limit = client.options().call_timeout;
+                // a release says that all reads are over: it is made when they are, however
+                // long that takes; or never, for a lease that is over
+                while let Err(error) = queued_before(after.as_ref(), limit).await {
+                    if !matches!(error, ClientError::Deadline { .. }) || lease.check().is_err() {
+                        // a broken context reads no more, and a lost lease has no holds
+                        break;
                     }
-                    (None, Err(error)) => lease.note_release_error(error),
-                    (None, Ok(())) => {}
+                    tell(&lease, reply.take(), Err(error));
                 }
+                let released = release(&client, &lease, Which::Hold(hold), keep_parts).await;
+                tell(&lease, reply, released);
             }
         }
+    }
+}
+
+/// Waits for what was queued on a GPU before a call.
+async fn queued_before(after: Option<&Mark>, limit: Duration) -> Result<(), ClientError> {
+    let Some(mark) = after else {
+        return Ok(());
+    };
+    if mark.reached_within(limit).await? {
+        return Ok(());
+    }
+    Err(ClientError::Deadline {
+        what: "the work queued on the GPU before a call".to_owned(),
+        limit,
+    })
+}
+
+/// Tells how a release went, or keeps its error where nobody waits for it.
+fn tell(lease: &Lease, reply: Option<Reply>, released: Result<(), ClientError>) {
+    match (reply, released) {
+        (Some(reply), released) => {
+            let _ = reply.send(released);
+        }
+        (None, Err(error)) => lease.note_release_error(error),
+        (None, Ok(())) => {}
     }
 }
 

@@ -142,6 +142,20 @@ impl ControlPage {
         self.slots.get()
     }
 
+    /// Client: makes every word say full, so that what waits for one in a stream goes on,
+    /// with no regard to whether there are bytes. Only for a client whose lease is over
+    /// and who can read the ring no more: the page is never given to another lease.
+    pub fn release_waiters(&self) {
+        for part in 0..self.identity.parts {
+            // the low half comes first; the high one is the daemon's
+            if let Ok(state) = self.mapping.word32(layout::slot(part))
+                && state.load(SeqCst) != layout::State::Full as u32
+            {
+                state.store(layout::State::Full as u32, SeqCst);
+            }
+        }
+    }
+
     /// A number that changes when a slot word or `want` does.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
@@ -256,6 +270,16 @@ mod tests {
             ControlPage::open(bare, IDENTITY),
             Err(ControlError::NotSealed)
         ));
+    }
+
+    #[test]
+    fn released_waiters_see_every_part_full_and_sequences_stay() {
+        let ours = ControlPage::create(IDENTITY).unwrap();
+        assert!(ours.publish(1, 9));
+        assert!(take(&ours, 1));
+        ours.release_waiters();
+        let words = (0..5).map(|part| ours.load(part));
+        assert!(words.eq([0, 9, 0, 0, 0].map(|sequence| Word::new(sequence, layout::State::Full))));
     }
 
     #[test]
