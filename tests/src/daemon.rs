@@ -20,6 +20,8 @@ use crate::{
     process::{Guarded, binary, eventually},
 };
 
+/// The variable that describes the driver in host memory to the binaries of the tests.
+pub const FAKE_DRIVER: &str = "TEST_FAKE_CUDA_DRIVER";
 /// How long anything that should happen at once may take on a loaded machine.
 pub const SOON: Duration = Duration::from_secs(20);
 
@@ -112,16 +114,50 @@ impl Daemon {
         binary: &Path,
         flags: &[&str],
     ) -> Result<Self, SceneError> {
-        let child = Command::new(binary)
-            .arg("serve")
-            .args([
-                "--device",
-                "cpu",
-                "--drain-grace",
-                "200ms",
-                "--instance",
-                instance,
-            ])
+        let mut command = Command::new(binary);
+        command.args(["serve", "--device", "cpu"]);
+        Self::launch(instance, directory, shm, command, flags)
+    }
+
+    /// Starts a daemon with a GPU of the driver in host memory that `driver` describes
+    /// (see `FakeSettings::from_text`).
+    ///
+    /// # Errors
+    /// When it does not come to serve.
+    pub fn start_on_fake(driver: &str, flags: &[&str]) -> Result<Self, SceneError> {
+        let directory = directory()?;
+        let shm = directory.path().join("shm");
+        fs::create_dir(&shm).map_err(|e| SceneError::io("make a directory", e))?;
+        Self::start_on_fake_in(directory, shm, driver, flags)
+    }
+
+    /// As [`Daemon::start_on_fake`], in the directory of an earlier daemon.
+    ///
+    /// # Errors
+    /// When it does not come to serve.
+    pub fn start_on_fake_in(
+        directory: TempDir,
+        shm: PathBuf,
+        driver: &str,
+        flags: &[&str],
+    ) -> Result<Self, SceneError> {
+        let name = directory.path().file_name().unwrap_or_default();
+        let instance = name.to_string_lossy().trim_start_matches('.').to_owned();
+        let mut command = Command::new(binary("flextensord-on-fake")?);
+        command.env(FAKE_DRIVER, driver);
+        command.args(["serve", "--device", "cuda"]);
+        Self::launch(&instance, directory, shm, command, flags)
+    }
+
+    fn launch(
+        instance: &str,
+        directory: TempDir,
+        shm: PathBuf,
+        mut command: Command,
+        flags: &[&str],
+    ) -> Result<Self, SceneError> {
+        let child = command
+            .args(["--drain-grace", "200ms", "--instance", instance])
             .arg("--runtime-dir")
             .arg(directory.path().join("run"))
             .arg("--shm-dir")
@@ -129,7 +165,10 @@ impl Daemon {
             .args(flags)
             .stdin(Stdio::null())
             .spawn()
-            .map_err(|e| SceneError::io(binary.display().to_string(), e))?;
+            .map_err(|e| {
+                let program = command.get_program().to_string_lossy().into_owned();
+                SceneError::io(program, e)
+            })?;
         let daemon = Self {
             process: Guarded(child),
             directory,

@@ -1,6 +1,13 @@
 //! Pinning segments for the copies of a device.
 
-use std::{fmt, sync::Arc, time::Instant};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
 
 use flextensord_device::{
     device::{Device, DeviceError, Pins},
@@ -16,6 +23,8 @@ pub struct Pinner {
     device: Option<Arc<dyn Device>>,
     /// Whether a segment that cannot be pinned is refused.
     required: bool,
+    /// The daemon stops: nothing more is pinned.
+    closed: Arc<AtomicBool>,
 }
 
 impl fmt::Debug for Pinner {
@@ -42,6 +51,7 @@ impl Pinner {
         Self {
             device: None,
             required: false,
+            closed: Arc::default(),
         }
     }
 
@@ -51,7 +61,13 @@ impl Pinner {
         Self {
             device: Some(device),
             required,
+            closed: Arc::default(),
         }
+    }
+
+    /// Gives up what is being pinned, after the chunk in hand.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
     }
 
     /// The NUMA node that segments are best put on.
@@ -76,9 +92,10 @@ impl Pinner {
         let cuts: Vec<u64> = manifest.storages().iter().map(|s| s.offset).collect();
         let total = segment.size() as u64;
         watch.progress(0, total);
+        let given_up = || watch.is_cancelled() || self.closed.load(Ordering::Relaxed);
         let mut progress = |done| {
             watch.progress(done, total);
-            !watch.is_cancelled()
+            !given_up()
         };
         match device
             .start()
@@ -95,7 +112,7 @@ impl Pinner {
                     degraded: None,
                 })
             }
-            Err(_) if watch.is_cancelled() => Err(WeightError::Aborted {
+            Err(_) if given_up() => Err(WeightError::Aborted {
                 what: "load",
                 reason: "the caller is gone or has given up while the segment was pinned"
                     .to_owned(),

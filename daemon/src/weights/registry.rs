@@ -11,6 +11,7 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use flextensord_device::segment;
@@ -26,6 +27,9 @@ use super::{
     set::Attacher,
 };
 use crate::state::StateDirectory;
+
+/// How long loads under way may hold up a stop: as long as a chunk takes to pin.
+const CLOSE: Duration = Duration::from_secs(1);
 
 /// What the store is told at start.
 #[derive(Debug, Clone)]
@@ -239,9 +243,17 @@ impl WeightStore {
         self.refuses_new.store(true, Ordering::SeqCst);
     }
 
-    /// Removes all sets: the daemon stops. Their memory goes with its last holder.
+    /// Removes all sets: the daemon stops. Their memory goes with its last holder. Loads
+    /// under way are given a moment to undo what they began.
     pub fn close(&self) {
+        self.refuses_new.store(true, Ordering::SeqCst);
+        self.settings.pinner.close();
         let mut sets = self.sets();
+        let deadline = Instant::now() + CLOSE;
+        while !sets.building.is_empty() && Instant::now() < deadline {
+            let waited = self.changed.wait_timeout(sets, CLOSE / 20);
+            sets = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
         let all: Vec<_> = sets.live.values().cloned().collect();
         for set in all {
             if let Err(error) = self.take_out(&mut sets, &set) {
