@@ -9,6 +9,7 @@ use std::{
 };
 
 use flextensord_client::{Address, ConnectOptions, blocking::Client, v1::StatusResponse};
+use flextensord_device::cuda::fake::{FakeDriver, FakeSettings};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -262,7 +263,13 @@ impl Daemon {
     /// # Errors
     /// When it does not answer.
     pub fn client(&self) -> Result<Client, SceneError> {
-        Ok(Client::connect(options(&self.socket()))?)
+        // a driver of its own, as another process has; not looked at for a CPU device
+        let driver = FakeDriver::new(FakeSettings::default());
+        let options = ConnectOptions {
+            driver: Some(driver),
+            ..options(&self.socket())
+        };
+        Ok(Client::connect(options)?)
     }
 
     /// What it says of itself.

@@ -1,0 +1,196 @@
+//! Managers on a GPU and the real daemon, each over a driver in host memory of its own.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use flextensord_client::{
+    Budget, CallerStream, ClientError, ConnectOptions, Driver, LayerSpec, LoadOptions, OpenOptions,
+    blocking,
+};
+use flextensord_device::cuda::{
+    context::Context,
+    driver::StreamHandle,
+    fake::{FakeDriver, FakeSettings, Kernel},
+    gpu,
+    stream::Stream,
+};
+use flextensord_tests::{
+    checkpoint,
+    daemon::{Daemon, options},
+    process::eventually,
+};
+use nix::sys::signal::Signal;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Scene {
+    daemon: Daemon,
+    driver: Arc<FakeDriver>,
+    client: blocking::Client,
+    stream: Stream,
+    bytes: HashMap<String, Vec<u8>>,
+    layers: Vec<LayerSpec>,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let daemon = Daemon::start_on_fake("gpus=1,memory=256MiB", &[]).unwrap();
+        let tensors = checkpoint::layered(20, 2, 256 << 10);
+        let path = daemon.scratch().join("m.safetensors");
+        checkpoint::write(&path, &tensors).unwrap();
+        let driver = FakeDriver::new(FakeSettings::default());
+        driver.faults().refuse_import_twice(Some(1));
+        let client = blocking::Client::connect(ConnectOptions {
+            driver: Some(driver.clone()),
+            patience: Duration::from_secs(2),
+            ..options(&daemon.socket())
+        })
+        .unwrap();
+        client
+            .load(&path, "m", &LoadOptions::default(), |_| ())
+            .unwrap();
+        let mut layers: Vec<LayerSpec> = Vec::new();
+        for tensor in &tensors {
+            let name = checkpoint::layer_of(&tensor.name);
+            match layers.last_mut().filter(|layer| layer.name == name) {
+                Some(layer) => layer.tensors.push(tensor.name.clone()),
+                None => layers.push(LayerSpec {
+                    name,
+                    tensors: vec![tensor.name.clone()],
+                }),
+            }
+        }
+        let dynamic: Arc<dyn Driver> = driver.clone();
+        let gpu = gpu::find(driver.as_ref(), "cuda:0").unwrap();
+        let stream = Stream::new(&Context::open(&dynamic, &gpu).unwrap()).unwrap();
+        let bytes = tensors.into_iter().map(|tensor| (tensor.name, tensor.data));
+        Self {
+            daemon,
+            driver,
+            client,
+            stream,
+            bytes: bytes.collect(),
+            layers,
+        }
+    }
+
+    fn open(&self, name: &str) -> blocking::Manager {
+        let named = OpenOptions {
+            name: name.to_owned(),
+            ..OpenOptions::default()
+        };
+        let mut manager = self.client.open(named).unwrap();
+        manager
+            .register("m", &self.layers, Budget::Bytes(6 << 20))
+            .unwrap();
+        manager
+    }
+
+    fn stream(&self) -> CallerStream {
+        CallerStream::from(&self.stream)
+    }
+
+    /// Queues a kernel behind each layer that compares its bytes.
+    fn pass(&self, manager: &blocking::Manager, log: &Arc<Mutex<Vec<&'static str>>>) {
+        for layer in &self.layers {
+            let id = manager.layer(&layer.name).unwrap();
+            let hold = manager.acquire_on(id, self.stream()).unwrap();
+            for tensor in hold.tensors() {
+                let address = tensor.address().unwrap().unwrap() as u64;
+                let (expected, log) = (self.bytes[tensor.name()].clone(), log.clone());
+                let compare = move |kernel: &Kernel<'_>| {
+                    let mut seen = vec![0; expected.len()];
+                    let read = kernel.read(address, &mut seen);
+                    log.lock().unwrap().push(match read {
+                        Ok(()) if seen == expected => "right",
+                        Ok(()) => "wrong",
+                        Err(_) => "fault",
+                    });
+                };
+                let stream = StreamHandle(self.stream().raw());
+                self.driver.run(stream, compare).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn two_managers_of_one_process_share_residents_and_read_right_bytes() {
+    let scene = Scene::new();
+    let managers = [scene.open("a"), scene.open("b")];
+    let streamed = managers[0].plan().unwrap().stream_order().len();
+    assert!(streamed > 0, "nothing streams");
+    let log = Arc::default();
+    for _ in 0..3 {
+        for manager in &managers {
+            scene.pass(manager, &log);
+        }
+    }
+    let stream = StreamHandle(scene.stream().raw());
+    assert!(scene.driver.settle(stream, PATIENCE).unwrap());
+    assert_eq!(*log.lock().unwrap(), vec!["right"; 3 * 2 * 40]);
+    // and by the host
+    for layer in &scene.layers {
+        let id = managers[0].layer(&layer.name).unwrap();
+        let hold = managers[0].acquire_on(id, scene.stream()).unwrap();
+        for tensor in hold.tensors() {
+            assert!(tensor.equals(&scene.bytes[tensor.name()]).unwrap());
+        }
+    }
+    for manager in managers {
+        manager.close().unwrap();
+    }
+    assert_eq!(scene.driver.counts().live_allocations, 0);
+}
+
+#[test]
+fn a_captured_pass_is_replayed_without_a_call() {
+    let scene = Scene::new();
+    let manager = scene.open("a");
+    let log = Arc::default();
+    let stream = StreamHandle(scene.stream().raw());
+    scene.driver.begin_capture(stream).unwrap();
+    scene.pass(&manager, &log);
+    let graph = scene.driver.end_capture(stream).unwrap();
+    for _ in 0..10 {
+        scene.driver.launch(&graph, stream).unwrap();
+    }
+    assert!(scene.driver.settle(stream, PATIENCE).unwrap());
+    assert_eq!(*log.lock().unwrap(), vec!["right"; 10 * 40]);
+    manager.close().unwrap();
+}
+
+#[test]
+fn a_killed_daemon_without_a_successor_lets_no_kernel_read_what_is_not_there() {
+    let mut scene = Scene::new();
+    let manager = scene.open("a");
+    let log: Arc<Mutex<Vec<&str>>> = Arc::default();
+    scene.pass(&manager, &log);
+    scene.daemon.signal(Signal::SIGKILL).unwrap();
+    scene.daemon.wait().unwrap();
+    for _ in 0..2 {
+        scene.pass(&manager, &log);
+    }
+    eventually("the fault", PATIENCE, || {
+        log.lock().unwrap().contains(&"fault").then_some(())
+    })
+    .unwrap();
+    assert!(!log.lock().unwrap().contains(&"wrong"));
+    let id = manager.layer(&scene.layers[0].name).unwrap();
+    let error = manager.acquire_on(id, scene.stream()).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            ClientError::DaemonLost {
+                context_lost: true,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(error.to_string().contains("restart the process"), "{error}");
+}
