@@ -36,7 +36,7 @@ def _run(connection: Connection, work, args) -> None:
         connection.send(("done", work(line, *args)))
     except BaseException as error:  # whatever it is, the case must hear of it
         text = "".join(traceback.format_exception(error))
-        connection.send(("failed", text))
+        connection.send(("failed", f"{type(error).__name__}: {error}\n{text}"))
     finally:
         connection.close()
         # a context that has faulted may not let the interpreter end in order
@@ -72,7 +72,7 @@ class Peer:
             self.process.join(5)
             raise PeerError(f"{self.name} ended with {self.process.exitcode}") from None
         if kind == "failed":
-            raise PeerError(f"{self.name} failed:\n{message}")
+            raise PeerError(f"{self.name} failed: {message}")
         return message
 
     def silent(self) -> bool:
