@@ -7,6 +7,7 @@ import os
 import signal
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
 
 
 class PeerError(Exception):
@@ -22,7 +23,7 @@ class Line:
     def put(self, message: object) -> None:
         self.connection.send(("said", message))
 
-    def get(self) -> object:
+    def get(self) -> Any:
         return self.connection.recv()
 
     def asked(self) -> bool:
@@ -62,7 +63,7 @@ class Peer:
     def put(self, message: object) -> None:
         self.connection.send(message)
 
-    def get(self, limit: float) -> object:
+    def get(self, limit: float) -> Any:
         """What it says next, or what it returned."""
         if not self.connection.poll(limit):
             raise PeerError(f"{self.name} said nothing for {limit} s")
