@@ -25,6 +25,7 @@ demo: release ## load a real model once, share it between processes, kill one of
 
 test: linker $(if $(PYTHON_TESTS),$(VENV)/ready) ## all tests
 	$(CARGO) build --workspace --bins --locked
+	$(CARGO) build -p flextensord-py --locked
 	$(CARGO) test --workspace --locked
 ifneq ($(PYTHON_TESTS),)
 	$(VENV)/bin/pytest -ra tests/python

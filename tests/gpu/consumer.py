@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import model
 from checkpoint import Pattern, Tensor
@@ -40,7 +41,7 @@ class Layer:
     views: list = field(default_factory=list)
     streamed: bool = False
     # the first byte: what a tiny kernel reads
-    head: object = None
+    head: Any = None
 
 
 def address_and_bytes(place: dict):

@@ -3,13 +3,14 @@ daemon that is gone."""
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
 from collections.abc import Callable
 
 from bench import Bench, Suite
-from consumer import Consumer, Run, consume_until_told
+from consumer import Consumer, Layer, Run, consume_until_told
 from correctness import evenly, judge, load
 from daemon import Daemon
 from machine import GIB, MIB
@@ -48,6 +49,10 @@ def free_memory() -> int:
     import torch
 
     return torch.cuda.mem_get_info()[0]
+
+
+def free_at_least(wanted: int) -> bool:
+    return free_memory() >= wanted
 
 
 def since(limit: float, began: float, reached: Callable[[], bool]) -> float:
@@ -112,7 +117,8 @@ def killed(bench: Bench, work: Callable, times: int, ready: Callable[[Daemon], b
                 return False
             return True
 
-        back.append(since(5, dead, lambda before=before: free_memory() >= before - SLACK))
+        wanted = before - SLACK
+        back.append(since(5, dead, functools.partial(free_at_least, wanted)))
         named.append(since(5, dead, is_free))
         bench.say(
             f"victim {number}: {taken / MIB:.0f} MiB held, dead after {died[-1]:.2f} s, memory "
@@ -192,6 +198,11 @@ def stopped_for_a_minute(bench: Bench) -> None:
     bench.check("step beside the stopped one to alone", change, "x", 0.95, 1.05)
 
 
+def note_first(into, layer: Layer) -> None:
+    """Queues a read of the first byte of a held layer."""
+    into.add_(layer.head + 1)
+
+
 def strand(line: Line, run: Run) -> dict:
     """Queues a pass that no daemon serves, and says how it ends."""
     import flextensord
@@ -203,7 +214,7 @@ def strand(line: Line, run: Run) -> dict:
     line.get()
     read = torch.zeros(len(consumer.layers), dtype=torch.int64, device="cuda")
     for at, layer in enumerate(consumer.layers):
-        consumer.step(layer, lambda layer, at=at: read[at].add_(layer.head + 1))
+        consumer.step(layer, functools.partial(note_first, read[at]))
     line.put("queued")
     # the daemon may be killed now: a wait that nobody answers
     try:
@@ -269,6 +280,6 @@ def an_end_in_order(bench: Bench) -> None:
     judge(bench, leaver.get(30), "leaver")
     began = time.monotonic()
     leaver.process.join(10)
-    back = since(5, began, lambda: free_memory() >= before - SLACK)
+    back = since(5, began, functools.partial(free_at_least, before - SLACK))
     bench.check("memory back after its end", back, "s", at_most=1)
     judge_observer(bench, watched)

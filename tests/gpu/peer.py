@@ -7,6 +7,7 @@ import os
 import signal
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
 
 
 class PeerError(Exception):
@@ -22,7 +23,7 @@ class Line:
     def put(self, message: object) -> None:
         self.connection.send(("said", message))
 
-    def get(self) -> object:
+    def get(self) -> Any:
         return self.connection.recv()
 
     def asked(self) -> bool:
@@ -36,7 +37,7 @@ def _run(connection: Connection, work, args) -> None:
         connection.send(("done", work(line, *args)))
     except BaseException as error:  # whatever it is, the case must hear of it
         text = "".join(traceback.format_exception(error))
-        connection.send(("failed", text))
+        connection.send(("failed", f"{type(error).__name__}: {error}\n{text}"))
     finally:
         connection.close()
         # a context that has faulted may not let the interpreter end in order
@@ -62,7 +63,7 @@ class Peer:
     def put(self, message: object) -> None:
         self.connection.send(message)
 
-    def get(self, limit: float) -> object:
+    def get(self, limit: float) -> Any:
         """What it says next, or what it returned."""
         if not self.connection.poll(limit):
             raise PeerError(f"{self.name} said nothing for {limit} s")
@@ -72,7 +73,7 @@ class Peer:
             self.process.join(5)
             raise PeerError(f"{self.name} ended with {self.process.exitcode}") from None
         if kind == "failed":
-            raise PeerError(f"{self.name} failed:\n{message}")
+            raise PeerError(f"{self.name} failed: {message}")
         return message
 
     def silent(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 class Skip(Exception):
@@ -49,7 +50,7 @@ class Result:
     seconds: float = 0.0
     reason: str = ""
     checks: list[Check] = field(default_factory=list)
-    notes: dict[str, object] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     daemon_log: str = ""
 
     def check(
@@ -92,7 +93,7 @@ class Result:
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
     """The table: a line a case, and one for each figure under it."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for result in results:
         reason = result.reason.splitlines()[0][:100] if result.reason else ""
         table.append((result.case, f"{result.seconds:.1f} s", result.outcome, reason))
