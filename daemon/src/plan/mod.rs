@@ -6,6 +6,7 @@
 mod order;
 mod prefix;
 mod ring;
+mod skyline;
 
 use flextensord_proto::{layout::LABEL_BYTES, limit};
 

@@ -5,6 +5,9 @@ use flextensord_proto::{layout::LABEL_BYTES, limit};
 
 use super::{BLOCK_BYTES, Block, Input, Place, Plan, PlanError, labelled, order, ring, taken};
 
+/// Blocks of a model that is not large: a driver makes memory in units of 2 MiB, and each
+/// block wastes half of one.
+const BLOCKS: u64 = 8;
 /// About how many numbers of residents are tried.
 const CANDIDATES: usize = 512;
 
@@ -152,7 +155,7 @@ fn held_by_blocks(input: &Input, residents: &[u32]) -> u64 {
 /// Cuts residents into blocks. Where the cuts lie does not depend on the budget.
 fn blocks(input: &Input, residents: &[u32]) -> Vec<Block> {
     let all: u64 = input.parts.iter().map(|bytes| taken(*bytes)).sum();
-    let full = (all / 64).clamp(BLOCK_BYTES.0, BLOCK_BYTES.1);
+    let full = (all / BLOCKS).clamp(BLOCK_BYTES.0, BLOCK_BYTES.1);
     let mut blocks: Vec<Block> = Vec::new();
     for part in residents {
         let bytes = taken(input.parts[*part as usize]);
@@ -177,7 +180,8 @@ fn build(input: &Input, residence: &[u32], choice: Choice, least: u64) -> Option
     let residents = &residence[..choice.residents];
     let streams = streams(input, residents);
     let blocks = blocks(input, residents);
-    let offsets = ring::place(input, &streams, choice.capacity)?;
+    let offsets = ring::spread(input, &streams, choice.capacity)
+        .or_else(|| ring::place(input, &streams, choice.capacity))?;
     let mut places = vec![Place::Nowhere; input.parts.len()];
     for (index, block) in blocks.iter().enumerate() {
         let mut offset = LABEL_BYTES;

@@ -5,34 +5,48 @@ use std::collections::HashSet;
 
 use flextensord_proto::layout::LABEL_BYTES;
 
-use super::{Input, taken};
+use super::{Input, skyline::Skyline, taken};
 
 /// Bytes of the largest use, counting only parts for which `streams` holds.
 pub(super) fn largest_use(input: &Input, streams: &[bool]) -> u64 {
-    let size = |part: &u32| {
-        let index = *part as usize;
-        if streams[index] {
-            taken(input.parts[index])
-        } else {
-            0
-        }
-    };
-    input
-        .uses
-        .iter()
-        .map(|held| distinct(held).iter().map(size).sum())
+    let uses = input.uses.iter();
+    uses.map(|held| bytes_of(input, streams, held))
         .max()
         .unwrap_or(0)
+}
+
+/// Bytes of the streamed parts of a use.
+fn bytes_of(input: &Input, streams: &[bool], held: &[u32]) -> u64 {
+    let streamed = distinct(held)
+        .into_iter()
+        .filter(|part| streams[*part as usize]);
+    streamed.map(|part| taken(input.parts[part as usize])).sum()
 }
 
 /// Places the streamed parts in a ring of `capacity` bytes (label not counted), in order
 /// of their first use, one behind the other, around. Returns the offset of each part,
 /// label included; `None` when some part finds no place that leaves its uses apart.
 pub(super) fn place(input: &Input, streams: &[bool], capacity: u64) -> Option<Vec<Option<u64>>> {
+    place_by(input, streams, capacity, &mut None)
+}
+
+/// As [`place`], and where that is free to choose, as far as can be from what was used
+/// just before: a copy then waits for nobody who was just served.
+pub(super) fn spread(input: &Input, streams: &[bool], capacity: u64) -> Option<Vec<Option<u64>>> {
+    let mut skyline = Some(Skyline::new(capacity));
+    place_by(input, streams, capacity, &mut skyline)
+}
+
+fn place_by(
+    input: &Input,
+    streams: &[bool],
+    capacity: u64,
+    skyline: &mut Option<Skyline>,
+) -> Option<Vec<Option<u64>>> {
     let mut offsets: Vec<Option<u64>> = vec![None; input.parts.len()];
     let uses_of = uses_of(input);
     let mut cursor = 0;
-    for held in &input.uses {
+    for (number, held) in input.uses.iter().enumerate() {
         let held = distinct(held);
         let fresh: Vec<u32> = held
             .iter()
@@ -51,8 +65,13 @@ pub(super) fn place(input: &Input, streams: &[bool], capacity: u64) -> Option<Ve
         // parts that stand in no other use lie side by side behind the cursor: nothing of
         // their use is there, and a use may have very many of them
         let mut streamed = held.iter().filter(|part| streams[**part as usize]);
-        if cursor + together <= capacity && streamed.all(|part| uses_of[*part as usize].len() == 1)
-        {
+        if together <= capacity && streamed.all(|part| uses_of[*part as usize].len() == 1) {
+            if let Some(skyline) = skyline {
+                let next = input.uses.get(number + 1);
+                let next = next.map_or(0, |held| bytes_of(input, streams, held));
+                cursor = skyline.apart(number + 1, together, next);
+                skyline.place(cursor, cursor + together, number + 1);
+            }
             for part in fresh {
                 offsets[part as usize] = Some(cursor);
                 cursor += taken(input.parts[part as usize]);
@@ -66,6 +85,9 @@ pub(super) fn place(input: &Input, streams: &[bool], capacity: u64) -> Option<Ve
                 .or_else(|| find(&apart, 0, bytes, capacity))?;
             offsets[part as usize] = Some(start);
             cursor = start + bytes;
+            if let Some(skyline) = skyline {
+                skyline.place(start, cursor, number + 1);
+            }
         }
     }
     Some(

@@ -380,7 +380,7 @@ pub(crate) mod fixture {
                 shm_dir: shm.path().to_owned(),
                 host_limit,
                 load_threads: 2,
-                pinner: Pinner::none(),
+                pinner: crate::weights::pinning::Pinner::none(),
             };
             let host = HostMemory {
                 root: state.path().join("none"),

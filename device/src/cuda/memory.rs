@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     context::Context,
-    driver::{AllocationHandle, DeviceAccess, DeviceAddress},
+    driver::{AllocationHandle, DeviceAccess, DeviceAddress, Driver},
     error::CudaError,
     event::Event,
     stream::Stream,
@@ -153,8 +153,10 @@ impl DeviceMapping {
         let context = &self.context;
         // SAFETY: target has `length` bytes; both ranges are borrowed until the copy is
         // done, which is waited for below.
-        context
-            .with(|driver| unsafe { driver.copy_in(target, source, length, stream.handle()) })?;
+        let copy = |driver: &dyn Driver| unsafe {
+            driver.copy_in(target, source, length, stream.handle())
+        };
+        context.with(copy)?;
         Self::finish(&stream)
     }
 
@@ -168,8 +170,10 @@ impl DeviceMapping {
         let (address, length) = (target.as_mut_ptr().expose_provenance(), target.len());
         let context = &self.context;
         // SAFETY: as in `write`; target is borrowed exclusively.
-        context
-            .with(|driver| unsafe { driver.copy_out(address, source, length, stream.handle()) })?;
+        let copy = |driver: &dyn Driver| unsafe {
+            driver.copy_out(address, source, length, stream.handle())
+        };
+        context.with(copy)?;
         Self::finish(&stream)
     }
 
