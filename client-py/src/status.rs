@@ -170,5 +170,6 @@ fn counters(py: Python<'_>, counters: Option<TransferCounters>) -> PyResult<Boun
         parts_revoked,
         parts_out_of_order,
         protocol_violations,
+        link_ran_dry,
     ))
 }

@@ -68,15 +68,15 @@ impl AsFd for Doorbell {
     }
 }
 
-/// Sleeps until one of `bells` rings or `limit` is over.
-pub fn wait_any(bells: &[&Doorbell], limit: Duration) {
+/// Sleeps until one of `bells` rings or `limit` is over. `false` when none rings.
+pub fn wait_any(bells: &[&Doorbell], limit: Duration) -> bool {
     let mut polled: Vec<PollFd<'_>> = bells
         .iter()
         .map(|bell| PollFd::new(bell.as_fd(), PollFlags::POLLIN))
         .collect();
     let limit = TimeSpec::from_duration(limit);
     // EINTR means the same as a ring: look again
-    let _: Result<i32, Errno> = ppoll(&mut polled, Some(limit), None);
+    ppoll(&mut polled, Some(limit), None) != Ok(0)
 }
 
 #[cfg(test)]

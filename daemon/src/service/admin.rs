@@ -272,6 +272,7 @@ pub fn counters_message(counters: &Counters) -> TransferCounters {
         parts_filled: counters.parts_filled.load(Relaxed),
         parts_revoked: counters.parts_revoked.load(Relaxed),
         parts_out_of_order: counters.parts_out_of_order.load(Relaxed),
+        link_ran_dry: counters.link_ran_dry.load(Relaxed),
         protocol_violations: counters.protocol_violations.load(Relaxed),
     }
 }

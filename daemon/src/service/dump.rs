@@ -155,6 +155,7 @@ fn of_manager(manager: &Manager, records: &mut Vec<DumpRecord>) {
                 "parts_filled": moved.parts_filled, "parts_revoked": moved.parts_revoked,
                 "parts_out_of_order": moved.parts_out_of_order,
                 "protocol_violations": moved.protocol_violations,
+                "link_ran_dry": moved.link_ran_dry,
             },
         }),
     ));

@@ -23,6 +23,9 @@ pub struct Counters {
     pub parts_revoked: AtomicU64,
     /// Parts issued because the client waited for them, not because they were next.
     pub parts_out_of_order: AtomicU64,
+    /// Copies that found the link idle although others had gone before: what was to come
+    /// next waited for the client, or for us.
+    pub link_ran_dry: AtomicU64,
     /// Slot words found in a state that the protocol does not allow.
     pub protocol_violations: AtomicU64,
     /// Where everything is counted once more.
@@ -39,6 +42,7 @@ impl Default for Counters {
             parts_filled: AtomicU64::new(0),
             parts_revoked: AtomicU64::new(0),
             parts_out_of_order: AtomicU64::new(0),
+            link_ran_dry: AtomicU64::new(0),
             protocol_violations: AtomicU64::new(0),
             total: None,
             waits_for: AtomicU32::new(WANT_NONE),

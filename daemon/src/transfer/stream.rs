@@ -252,6 +252,14 @@ impl Stream {
                 return Err(error);
             }
         }
+        tracing::trace!(
+            manager = self.spec.manager,
+            part = pending.parts[0].0,
+            parts = pending.parts.len(),
+            from = pending.done,
+            bytes,
+            "copy queued"
+        );
         if whole {
             let parts = pending.parts.len() as u64;
             self.spec.counters.count(|c| &c.parts_filled, parts);

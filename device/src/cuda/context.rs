@@ -155,13 +155,17 @@ impl Context {
         }
     }
 
-    fn enter(&self) -> Outcome<Current<'_>> {
+    fn enter(&self) -> Outcome<Option<Current<'_>>> {
+        // PyTorch's threads have it current, and two calls a layer are spared
+        if self.driver.is_current(self.handle) {
+            return Ok(None);
+        }
         // SAFETY: self retains the context, and the guard, which pops, borrows self.
         unsafe { self.driver.push(self.handle) }?;
-        Ok(Current {
+        Ok(Some(Current {
             context: self,
             thread: PhantomData,
-        })
+        }))
     }
 
     fn faults(&self) -> MutexGuard<'_, Faults> {

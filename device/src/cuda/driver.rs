@@ -194,6 +194,9 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// What the driver says.
     unsafe fn push(&self, context: ContextHandle) -> Outcome<()>;
 
+    /// Whether a context is that of the calling thread already.
+    fn is_current(&self, context: ContextHandle) -> bool;
+
     /// Takes the top off the calling thread's stack of contexts.
     ///
     /// # Errors
@@ -368,11 +371,12 @@ pub trait Driver: Send + Sync + fmt::Debug {
         stream: StreamHandle,
     ) -> Outcome<()>;
 
-    /// Makes a stream that does not wait for the legacy default stream.
+    /// Makes a stream that does not wait for the legacy default stream; an urgent one goes
+    /// before the work of others, other processes' too.
     ///
     /// # Errors
     /// What the driver says.
-    fn create_stream(&self) -> Outcome<StreamHandle>;
+    fn create_stream(&self, urgent: bool) -> Outcome<StreamHandle>;
 
     /// Destroys a stream; what is queued on it still runs.
     ///

@@ -127,6 +127,8 @@ functions! {
         primary_release: cuDevicePrimaryCtxRelease_v2(sys::CUdevice);
         /// makes a context current
         context_push: cuCtxPushCurrent_v2(Handle);
+        /// spares the two around it where a context is current already
+        context_current: cuCtxGetCurrent(*mut Handle);
         /// gives the thread its former context back
         context_pop: cuCtxPopCurrent_v2(*mut Handle);
         /// free memory, for budgets
@@ -165,6 +167,10 @@ functions! {
         fill: cuMemsetD8Async(sys::CUdeviceptr, u8, usize, Handle);
         /// streams of the daemon
         stream_create: cuStreamCreate(*mut Handle, c_uint);
+        /// slot words go before the kernels of clients
+        stream_create_with_priority: cuStreamCreateWithPriority(*mut Handle, c_uint, c_int);
+        /// the highest priority that there is
+        stream_priorities: cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int);
         /// lets a stream go
         stream_destroy: cuStreamDestroy_v2(Handle);
         /// progress without waiting, and errors of what ran

@@ -117,5 +117,6 @@ pub(crate) fn counters(counters: Option<&TransferCounters>) -> Value {
         "parts_revoked": counters.parts_revoked,
         "parts_out_of_order": counters.parts_out_of_order,
         "protocol_violations": counters.protocol_violations,
+        "link_ran_dry": counters.link_ran_dry,
     })
 }

@@ -64,6 +64,11 @@ impl Driver for FakeDriver {
         named("cuCtxPushCurrent", self.push_context(context))
     }
 
+    fn is_current(&self, context: ContextHandle) -> bool {
+        self.current()
+            .is_ok_and(|gpu| super::current::handle(gpu) == context)
+    }
+
     fn pop(&self) -> Outcome<()> {
         named("cuCtxPopCurrent", self.pop_context())
     }
@@ -206,7 +211,7 @@ impl Driver for FakeDriver {
         named("cuMemsetD8Async", queued)
     }
 
-    fn create_stream(&self) -> Outcome<StreamHandle> {
+    fn create_stream(&self, _urgent: bool) -> Outcome<StreamHandle> {
         let made = self.current_sound().and_then(|gpu| {
             let handle = StreamHandle(host(self.shared.number())?);
             self.shared.add_stream(&self.start(handle, gpu)?);

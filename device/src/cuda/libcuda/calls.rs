@@ -120,6 +120,13 @@ impl Driver for Libcuda {
         unsafe { call!(self.context_push(context.0)) }
     }
 
+    fn is_current(&self, context: ContextHandle) -> bool {
+        let mut current = 0;
+        // SAFETY: the driver writes one handle before it returns.
+        let asked = unsafe { call!(self.context_current(&raw mut current)) };
+        asked.is_ok() && current == context.0
+    }
+
     fn pop(&self) -> Outcome<()> {
         let mut former = 0;
         // SAFETY: the driver writes one handle before it returns; an empty stack is an
@@ -309,9 +316,18 @@ impl Driver for Libcuda {
         unsafe { call!(self.fill(target, byte, bytes, stream.0)) }
     }
 
-    fn create_stream(&self) -> Outcome<StreamHandle> {
+    fn create_stream(&self, urgent: bool) -> Outcome<StreamHandle> {
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         let mut stream = 0;
+        if urgent {
+            let (mut least, mut greatest) = (0, 0);
+            // SAFETY: the driver writes two numbers before it returns.
+            unsafe { call!(self.stream_priorities(&raw mut least, &raw mut greatest)) }?;
+            // SAFETY: the driver writes one handle before it returns; no current context
+            // is an error to it.
+            unsafe { call!(self.stream_create_with_priority(&raw mut stream, flags, greatest)) }?;
+            return Ok(StreamHandle(stream));
+        }
         // SAFETY: the driver writes one handle before it returns; no current context is
         // an error to it.
         unsafe { call!(self.stream_create(&raw mut stream, flags)) }?;
@@ -356,7 +372,16 @@ impl Driver for Libcuda {
     }
 
     unsafe fn capture(&self, stream: StreamHandle) -> Outcome<Capture> {
-        let (mut status, mut id) = (0, 0);
+        const NONE: u32 = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
+        const ACTIVE: u32 = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
+        let mut status = 0;
+        // the cheap question first: it is asked for each layer
+        // SAFETY: the stream lives, as the caller says; the driver writes one number.
+        unsafe { call!(self.stream_is_capturing(stream.0, &raw mut status)) }?;
+        if status == NONE {
+            return Ok(Capture::None);
+        }
+        let mut id = 0;
         let (mut graph, mut count) = (0, 0);
         let (mut nodes, mut edges) = (ptr::null(), ptr::null());
         if let Some(Found { name, function }) = self.functions.capture_info_v3 {
@@ -387,13 +412,7 @@ impl Driver for Libcuda {
                     &raw mut count,
                 )
             })?;
-        } else {
-            // SAFETY: the stream lives, as the caller says; the driver writes one number
-            // before it returns.
-            unsafe { call!(self.stream_is_capturing(stream.0, &raw mut status)) }?;
         }
-        const NONE: u32 = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
-        const ACTIVE: u32 = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32;
         Ok(match status {
             NONE => Capture::None,
             ACTIVE => Capture::Active(id),
