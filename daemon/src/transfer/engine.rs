@@ -182,20 +182,23 @@ impl Work {
             // without it the sleeps are longer, and nothing else is wrong
             let _: nix::Result<()> = nix::sys::prctl::set_timerslack(SLACK_NS);
         }
+        let mut asleep = false;
         loop {
             if !self.obey() {
                 return;
             }
-            if self.work() {
-                pause = POLL.0;
-                last_work = Instant::now();
-                continue;
+            let mut worked = self.work();
+            if !worked && !asleep {
+                self.say_asleep(true);
+                asleep = true;
+                // once more: a client that changed a word before it could see us asleep
+                // did not ring
+                worked = self.work();
             }
-            self.say_asleep(true);
-            // once more: a client that changed a word before it could see us asleep did
-            // not ring
-            if self.work() {
-                self.say_asleep(false);
+            if worked {
+                if std::mem::take(&mut asleep) {
+                    self.say_asleep(false);
+                }
                 pause = POLL.0;
                 last_work = Instant::now();
                 continue;
@@ -217,9 +220,10 @@ impl Work {
                 for bell in bells {
                     bell.clear();
                 }
+                self.say_asleep(false);
+                asleep = false;
                 pause = POLL.0;
             }
-            self.say_asleep(false);
             let longest = match last_work.elapsed() {
                 idle if idle > IDLE.0 => IDLE.1,
                 _ => POLL.1,
