@@ -114,10 +114,7 @@ impl WeightStore {
             let (done, total) = progress.figures();
             watch.progress(done, total);
             if watch.is_cancelled() {
-                return Err(WeightError::Aborted {
-                    what: "wait for another load",
-                    reason: "the caller is gone or has given up".to_owned(),
-                });
+                return Err(WeightError::gone("wait for another load"));
             }
             if Instant::now() >= deadline {
                 let (name, seconds) = (key.1, BUILD_WAIT.as_secs());
@@ -129,22 +126,31 @@ impl WeightStore {
     }
 
     /// A segment for `manifest`, with its budget; evicts what it must.
-    pub(crate) fn room(&self, manifest: &Manifest) -> Result<Room, WeightError> {
+    pub(crate) fn room(
+        &self,
+        manifest: &Manifest,
+        watch: &dyn Watch,
+    ) -> Result<Room, WeightError> {
         let bytes = manifest.segment_bytes();
         let id = random_id()?;
         let name = leftovers::segment_name(&self.settings().instance, &id);
         loop {
             let mut reservation = self.reserve(bytes)?;
             let node = self.settings().pinner.numa_node();
-            match SegmentBuilder::on_node(&self.settings().shm_dir, &name, bytes, node) {
+            let directory = &self.settings().shm_dir;
+            let mut proceed = |taken| {
+                reservation.allocated(taken);
+                !watch.is_cancelled()
+            };
+            match SegmentBuilder::on_node(directory, &name, bytes, node, &mut proceed) {
                 Ok(builder) => {
-                    reservation.mark_allocated();
                     return Ok(Room {
                         id,
                         reservation,
                         builder,
                     });
                 }
+                Err(SegmentError::GivenUp { .. }) => return Err(WeightError::gone("load")),
                 Err(SegmentError::Full { wanted, free, .. })
                     if self.evict(wanted.saturating_sub(free).max(1)) > 0 => {}
                 Err(e) => return Err(e.into()),

@@ -137,7 +137,7 @@ impl WeightStore {
                 });
             }
         }
-        let mut room = self.room(checkpoint.manifest())?;
+        let mut room = self.room(checkpoint.manifest(), watch)?;
         let reading = Reading {
             threads: self.settings().load_threads,
             hash: request.content_id.is_none(),
@@ -205,7 +205,7 @@ impl WeightStore {
         &self,
         request: &SetRequest,
         manifest: Manifest,
-        room: Room,
+        mut room: Room,
         digests: Option<Vec<Digest>>,
         watch: &dyn Watch,
     ) -> Result<Outcome, WeightError> {
@@ -235,6 +235,7 @@ impl WeightStore {
         let segment = room.builder.publish()?;
         let pinner = &self.settings().pinner;
         let pinned = pinner.pin(segment.mapping(), &manifest, watch)?;
+        room.reservation.mark_live();
         let set = Arc::new(WeightSet::new(NewSet {
             pinned,
             segment,

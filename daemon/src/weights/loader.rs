@@ -142,10 +142,7 @@ fn run(
     watch: &dyn Watch,
 ) -> Result<(usize, usize, u64, Option<Digest>), WeightError> {
     if watch.is_cancelled() {
-        return Err(WeightError::Aborted {
-            what: "load",
-            reason: "the caller is gone or has given up".to_owned(),
-        });
+        return Err(WeightError::gone("load"));
     }
     let target = match job.target {
         Some(target) => {

@@ -232,7 +232,7 @@ impl PutSession {
             Claim::Build(build) => {
                 let total = manifest.logical_bytes();
                 build.progress.total.store(total, Ordering::Relaxed);
-                let room = self.store.room(manifest)?;
+                let room = self.store.room(manifest, watch)?;
                 Ok(Target::Segment { room, build })
             }
             Claim::Live(set) => {

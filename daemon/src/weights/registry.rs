@@ -53,9 +53,9 @@ pub struct HostFigures {
     pub budget_bytes: u64,
     /// What sets that limit.
     pub budget_limited_by: String,
-    /// Bytes of live segments and of those that are being filled.
+    /// Bytes of the segments of sets.
     pub segment_bytes: u64,
-    /// Bytes reserved for segments that are not there yet.
+    /// Bytes reserved for loads and puts under way, until each is a set or gone.
     pub reserved_bytes: u64,
     /// Directory for segments.
     pub shm_dir: PathBuf,
@@ -269,8 +269,8 @@ impl WeightStore {
         HostFigures {
             budget_bytes: figures.limit,
             budget_limited_by: figures.limited_by,
-            segment_bytes: figures.allocated,
-            reserved_bytes: figures.pending,
+            segment_bytes: figures.live,
+            reserved_bytes: figures.building,
             shm_dir: self.settings.shm_dir.clone(),
             shm_free_bytes: segment::free_bytes(&self.settings.shm_dir).unwrap_or(0),
         }

@@ -109,7 +109,9 @@ impl Served {
 
     async fn is_empty_soon(&self) -> bool {
         for _ in 0..500 {
-            if self.scratch.files() == (0, 0) && self.scratch.store.host().segment_bytes == 0 {
+            let host = self.scratch.store.host();
+            if self.scratch.files() == (0, 0) && (host.segment_bytes, host.reserved_bytes) == (0, 0)
+            {
                 return true;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -430,7 +432,7 @@ async fn a_client_that_goes_away_in_mid_put_leaves_nothing() {
             .unwrap();
     }
     let call = tokio::spawn(async move { client.put(ReceiverStream::new(receiver)).await });
-    while served.scratch.store.host().segment_bytes == 0 {
+    while served.scratch.store.host().reserved_bytes == 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     call.abort();

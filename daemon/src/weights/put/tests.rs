@@ -109,10 +109,10 @@ fn a_put_that_ends_early_leaves_nothing_and_frees_the_name() {
     let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
     session.declare(vec![tensor("a", 3)]).unwrap();
     session.write("a", 0, b"1", &Cancel::default()).unwrap();
-    assert_eq!(scratch.store.host().segment_bytes, 4096);
+    assert_eq!(scratch.store.host().reserved_bytes, 4096);
     drop(session);
     assert_eq!(scratch.files(), (0, 0));
-    assert_eq!(scratch.store.host().segment_bytes, 0);
+    assert_eq!(scratch.store.host().reserved_bytes, 0);
     let data: Data = &[("a", 0, b"123")];
     assert!(put(&scratch, named("m"), vec![tensor("a", 3)], data).is_ok());
 }
