@@ -168,6 +168,14 @@ impl WeightError {
         Self::Aborted { what, reason }
     }
 
+    /// Work that the end of the daemon cuts short.
+    #[must_use]
+    pub fn stopping() -> Self {
+        let reason = "the daemon stops".to_owned();
+        let what = "load";
+        Self::Aborted { what, reason }
+    }
+
     /// A file that is not what it should be.
     pub fn checkpoint(file: &str, problem: impl std::fmt::Display) -> Self {
         Self::Checkpoint {

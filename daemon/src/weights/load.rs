@@ -9,13 +9,14 @@ use flextensord_proto::name;
 
 use super::{
     checkpoint::{Checkpoint, SourceFile},
-    claim::{Build, BuildProgress, Claim, Key, Room},
+    claim::{Build, BuildProgress, Claim, Key},
     digest::{self, Digest},
     error::WeightError,
     loader::{self, Reading, Watch},
     manifest::Manifest,
     record::{self, SetRecord},
     registry::{Identity, WeightSet, WeightStore},
+    room::Room,
     set::NewSet,
 };
 
@@ -240,7 +241,7 @@ impl WeightStore {
             pinned,
             segment,
             reservation: room.reservation,
-            id: room.id,
+            id: room.building.id().to_owned(),
             name,
             owner_uid: request.uid,
             shared: request.share,
@@ -252,14 +253,9 @@ impl WeightStore {
         // a successor must know of it before the client does
         let file = record::file_name(set.id());
         self.state().write(&file, &SetRecord::of(&set))?;
-        if self.insert(Arc::clone(&set)).is_err() {
-            // only a set that was given another's digest as its name can be there
+        if let Err(refused) = self.insert(Arc::clone(&set)) {
             self.state().remove(&file)?;
-            return Err(WeightError::ContentDiffers {
-                name: set.name().to_owned(),
-                tensor: String::new(),
-                difference: "its name is the digest of other content".to_owned(),
-            });
+            return Err(refused);
         }
         tracing::info!(
             set = set.id(),

@@ -3,7 +3,7 @@
 //! - [`registry`]: the store: who owns which set, who is attached, what may go;
 //! - [`load`], [`put`]: the two ways in, from checkpoint files and from a client's
 //!   memory; [`declaration`]: what a client declares;
-//! - [`claim`]: who may build a set now;
+//! - [`claim`]: who may build a set now; [`room`]: memory for it, and what goes for it;
 //! - [`safetensors`], [`checkpoint`]: what a file says, checked against the file;
 //! - [`dtype`], [`manifest`]: tensors, their sizes, and their places in a segment;
 //! - [`loader`], [`digest`]: filling a segment, and what its content is called;
@@ -28,5 +28,6 @@ pub mod pinning;
 pub mod put;
 pub mod record;
 pub mod registry;
+pub mod room;
 pub mod safetensors;
 pub mod set;

@@ -12,7 +12,7 @@ use flextensord_proto::limit;
 
 pub use super::declaration::Declaration;
 use super::{
-    claim::{Build, Call, Claim, Room},
+    claim::{Build, Call, Claim},
     declaration::place,
     digest,
     error::WeightError,
@@ -20,6 +20,7 @@ use super::{
     loader::Watch,
     manifest::Manifest,
     registry::{WeightSet, WeightStore},
+    room::Room,
 };
 
 /// A put under way. Dropped before [`PutSession::finish`] it leaves nothing behind.

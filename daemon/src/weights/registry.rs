@@ -24,6 +24,7 @@ use super::{
     leftovers,
     pinning::Pinner,
     record,
+    room::Builders,
     set::Attacher,
 };
 use crate::state::StateDirectory;
@@ -69,6 +70,7 @@ pub struct WeightStore {
     settings: WeightSettings,
     state: StateDirectory,
     pub(super) budget: Arc<Budget>,
+    pub(super) builders: Builders,
     clock: Arc<AtomicU64>,
     sets: Mutex<Sets>,
     /// Told when a build ends.
@@ -82,6 +84,7 @@ pub struct WeightStore {
 pub(super) struct Sets {
     pub(super) live: BTreeMap<Key, Arc<WeightSet>>,
     pub(super) building: HashMap<Key, Arc<BuildProgress>>,
+    is_closed: bool,
 }
 
 impl WeightStore {
@@ -108,6 +111,7 @@ impl WeightStore {
         segment::free_bytes(&settings.shm_dir)?;
         Ok(Arc::new(Self {
             budget: Budget::new(settings.host_limit, host),
+            builders: Builders::default(),
             settings,
             state,
             clock: Arc::new(AtomicU64::new(1)),
@@ -244,7 +248,8 @@ impl WeightStore {
     }
 
     /// Removes all sets: the daemon stops. Their memory goes with its last holder. Loads
-    /// under way are given a moment to undo what they began.
+    /// under way are given a moment to undo what they began; of one that hangs in the read
+    /// of a file the names are removed, so that a successor starts clean.
     pub fn close(&self) {
         self.refuses_new.store(true, Ordering::SeqCst);
         self.settings.pinner.close();
@@ -254,10 +259,17 @@ impl WeightStore {
             let waited = self.changed.wait_timeout(sets, CLOSE / 20);
             sets = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+        sets.is_closed = true;
         let all: Vec<_> = sets.live.values().cloned().collect();
         for set in all {
             if let Err(error) = self.take_out(&mut sets, &set) {
                 tracing::warn!(set = set.id(), %error, "weight set left behind");
+            }
+        }
+        let (directory, instance) = (&self.settings.shm_dir, &self.settings.instance);
+        for id in self.builders.close(directory, instance) {
+            if let Err(error) = self.state.remove(&record::file_name(&id)) {
+                tracing::warn!(set = id, %error, "state of a weight set left behind");
             }
         }
     }
@@ -307,12 +319,20 @@ impl WeightStore {
         Ok(is_live)
     }
 
-    /// Makes a set live, unless one of its name has come in between, which is returned.
-    pub(crate) fn insert(&self, set: Arc<WeightSet>) -> Result<(), Arc<WeightSet>> {
+    /// Makes a set live, unless one of its name has come in between or the daemon stops.
+    pub(crate) fn insert(&self, set: Arc<WeightSet>) -> Result<(), WeightError> {
         let mut sets = self.sets();
+        if sets.is_closed {
+            return Err(WeightError::stopping());
+        }
         let key = (set.owner_uid(), set.name().to_owned());
-        if let Some(other) = sets.live.get(&key) {
-            return Err(Arc::clone(other));
+        if sets.live.contains_key(&key) {
+            // only a set that was given another's digest as its name can be there
+            return Err(WeightError::ContentDiffers {
+                name: set.name().to_owned(),
+                tensor: String::new(),
+                difference: "its name is the digest of other content".to_owned(),
+            });
         }
         self.touch(&set);
         sets.live.insert(key, set);

@@ -216,3 +216,65 @@ fn a_segment_takes_little_more_than_its_tensors() {
     let taken = std::os::unix::fs::MetadataExt::blocks(&found) * 512;
     assert!(taken <= (40 * (BYTES + 256) + 4096) as u64, "{taken}");
 }
+
+/// A caller whose load hangs where a read of its file would.
+#[derive(Default)]
+struct Hung {
+    cancel: Cancel,
+    open: std::sync::atomic::AtomicBool,
+}
+
+impl Watch for Hung {
+    fn progress(&self, _done: u64, _total: u64) {
+        while !self.open.load(std::sync::atomic::Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
+}
+
+#[test]
+fn a_load_that_hangs_in_a_read_keeps_its_reservation_and_leaves_nothing_after_a_stop() {
+    let scratch = Scratch::new(None);
+    let hung = Hung::default();
+    std::thread::scope(|scope| {
+        let load = scope.spawn(|| scratch.store.load(&named("m"), single(ONE), &hung));
+        while scratch.files().0 == 0 || scratch.store.host().reserved_bytes == 0 {
+            std::thread::yield_now();
+        }
+        // the caller goes away, which the thread cannot see
+        hung.cancel.set();
+        let host = scratch.store.host();
+        assert_eq!((host.reserved_bytes, host.segment_bytes), (4096, 0));
+        assert_eq!(scratch.files(), (1, 0));
+        scratch.store.close();
+        assert_eq!(scratch.files(), (0, 0));
+        assert_eq!(scratch.store.host().reserved_bytes, 4096);
+        hung.open.store(true, std::sync::atomic::Ordering::Relaxed);
+        let error = load.join().unwrap().unwrap_err();
+        assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+    });
+    assert_eq!(scratch.store.host().reserved_bytes, 0);
+    assert_eq!(scratch.files(), (0, 0));
+}
+
+#[test]
+fn a_load_that_outlives_the_stop_becomes_no_set() {
+    let scratch = Scratch::new(None);
+    let hung = Hung::default();
+    std::thread::scope(|scope| {
+        let load = scope.spawn(|| scratch.store.load(&named("m"), single(ONE), &hung));
+        while scratch.files().0 == 0 {
+            std::thread::yield_now();
+        }
+        scratch.store.close();
+        hung.open.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(load.join().unwrap().is_err());
+    });
+    assert!(scratch.store.all().is_empty());
+    assert_eq!(scratch.files(), (0, 0));
+    assert!(scratch.load(&named("n"), ONE).is_err());
+}
