@@ -145,6 +145,12 @@ impl Budget {
         figures
     }
 
+    /// Bytes reserved for segments that are not taken from the kernel yet.
+    #[must_use]
+    pub fn pending(&self) -> u64 {
+        self.taken().pending
+    }
+
     fn figures_of(&self, taken: Taken) -> Figures {
         let ours = taken.live.saturating_add(taken.building);
         let mut limits = vec![(

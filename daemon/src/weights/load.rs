@@ -138,7 +138,7 @@ impl WeightStore {
                 });
             }
         }
-        let mut room = self.room(checkpoint.manifest(), watch)?;
+        let mut room = self.room(request.uid, checkpoint.manifest(), watch)?;
         let reading = Reading {
             threads: self.settings().load_threads,
             hash: request.content_id.is_none(),

@@ -162,17 +162,21 @@ impl PutSession {
     /// [`WeightError::Aborted`] when bytes are missing; see [`WeightStore::load`] for
     /// the others.
     pub fn finish(mut self, watch: &dyn Watch) -> Result<Outcome, WeightError> {
-        self.writing(watch)?;
+        if let Stage::Declaring = self.stage {
+            let (manifest, owners) = self.placed()?;
+            // nothing is reserved, and nobody evicted, for bytes that never came
+            if manifest.logical_bytes() > 0 {
+                return Err(ended_early(0, manifest.logical_bytes()));
+            }
+            self.begin(manifest, owners, watch)?;
+        }
         let Stage::Writing(writing) = std::mem::replace(&mut self.stage, Stage::Declaring) else {
             return Err(WeightError::Internal("a put without a stage"));
         };
         let came: u64 = writing.written.iter().sum();
         let wanted = writing.manifest.logical_bytes();
         if came != wanted {
-            return Err(WeightError::Aborted {
-                what: "put",
-                reason: format!("its stream ended after {came} of {wanted} bytes"),
-            });
+            return Err(ended_early(came, wanted));
         }
         match writing.target {
             Target::Segment { mut room, build } => {
@@ -211,16 +215,8 @@ impl PutSession {
 
     fn writing(&mut self, watch: &dyn Watch) -> Result<&mut Writing, WeightError> {
         if let Stage::Declaring = self.stage {
-            let declared = std::mem::take(&mut self.declared);
-            let (manifest, owners) = place(declared)?;
-            let target = self.target(&manifest, watch)?;
-            let written = vec![0; manifest.storages().len()];
-            self.stage = Stage::Writing(Box::new(Writing {
-                manifest,
-                owners,
-                written,
-                target,
-            }));
+            let (manifest, owners) = self.placed()?;
+            self.begin(manifest, owners, watch)?;
         }
         match &mut self.stage {
             Stage::Writing(writing) => Ok(writing),
@@ -228,12 +224,33 @@ impl PutSession {
         }
     }
 
+    fn placed(&mut self) -> Result<(Manifest, HashMap<String, usize>), WeightError> {
+        place(std::mem::take(&mut self.declared))
+    }
+
+    fn begin(
+        &mut self,
+        manifest: Manifest,
+        owners: HashMap<String, usize>,
+        watch: &dyn Watch,
+    ) -> Result<(), WeightError> {
+        let target = self.target(&manifest, watch)?;
+        let written = vec![0; manifest.storages().len()];
+        self.stage = Stage::Writing(Box::new(Writing {
+            manifest,
+            owners,
+            written,
+            target,
+        }));
+        Ok(())
+    }
+
     fn target(&self, manifest: &Manifest, watch: &dyn Watch) -> Result<Target, WeightError> {
         match self.store.claim(self.request.key(manifest), watch)? {
             Claim::Build(build) => {
                 let total = manifest.logical_bytes();
                 build.progress.total.store(total, Ordering::Relaxed);
-                let room = self.store.room(manifest, watch)?;
+                let room = self.store.room(self.request.uid, manifest, watch)?;
                 Ok(Target::Segment { room, build })
             }
             Claim::Live(set) => {
@@ -250,6 +267,13 @@ impl PutSession {
                 Ok(Target::Compare { set, tensors })
             }
         }
+    }
+}
+
+fn ended_early(came: u64, wanted: u64) -> WeightError {
+    WeightError::Aborted {
+        what: "put",
+        reason: format!("its stream ended after {came} of {wanted} bytes"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The store of live weight sets: names, attachments, eviction.
+//! The store of live weight sets: names, attachments, removal.
 //!
 //! Names are per user. A name is looked for among the caller's own sets first, then
 //! among those that other users share, lowest user id first; another user's unshared
@@ -207,41 +207,6 @@ impl WeightStore {
         Ok(set.segment().bytes())
     }
 
-    /// Removes sets that nobody is attached to, least recently used first, until
-    /// `bytes` bytes of segments are gone; none when there are not that many.
-    /// Returns the bytes of the segments removed.
-    pub fn evict(&self, bytes: u64) -> u64 {
-        let mut sets = self.sets();
-        let mut idle: Vec<_> = sets
-            .live
-            .values()
-            // whoever else holds it keeps its memory
-            .filter(|set| set.attachments() == 0 && Arc::strong_count(set) == 1)
-            .cloned()
-            .collect();
-        idle.sort_by_key(|set| set.last_use());
-        let possible: u64 = idle.iter().map(|set| set.segment().bytes()).sum();
-        let mut freed = 0;
-        if possible < bytes {
-            return freed;
-        }
-        for set in &idle {
-            if freed >= bytes {
-                break;
-            }
-            match self.take_out(&mut sets, set) {
-                Ok(()) => {
-                    tracing::info!(set = set.id(), name = set.name(), "weight set evicted");
-                    freed += set.segment().bytes();
-                }
-                Err(e) => tracing::warn!(set = set.id(), "weight set not evicted: {e}"),
-            }
-        }
-        // unmapping comes after the lock is given back
-        drop(sets);
-        freed
-    }
-
     /// Builds no new sets: the daemon drains. Sets under way are finished.
     pub fn refuse_new(&self) {
         self.refuses_new.store(true, Ordering::SeqCst);
@@ -339,7 +304,7 @@ impl WeightStore {
         Ok(())
     }
 
-    fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
+    pub(super) fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
         self.state.remove(&record::file_name(set.id()))?;
         sets.live.remove(&(set.owner_uid(), set.name().to_owned()));
         Ok(())

@@ -1,4 +1,5 @@
-//! Room for a segment: its budget, its memory, and its name while it is being built.
+//! Room for a segment: its budget, its memory, its name while it is being built, and the
+//! sets that go for it.
 
 use std::{
     collections::BTreeSet,
@@ -8,6 +9,7 @@ use std::{
 };
 
 use flextensord_device::segment::{self, SegmentBuilder, SegmentError};
+use nix::unistd::geteuid;
 
 use super::{
     budget::Reservation, error::WeightError, leftovers, loader::Watch, manifest::Manifest,
@@ -24,9 +26,10 @@ pub(crate) struct Room {
 }
 
 impl WeightStore {
-    /// A segment for `manifest`, with its budget; evicts what it must.
+    /// A segment of `uid` for `manifest`, with its budget; evicts what it must and may.
     pub(crate) fn room(
         &self,
+        uid: u32,
         manifest: &Manifest,
         watch: &dyn Watch,
     ) -> Result<Room, WeightError> {
@@ -34,15 +37,24 @@ impl WeightStore {
         let id = random_id()?;
         let name = leftovers::segment_name(&self.settings().instance, &id);
         let building = self.builders.begin(id).ok_or_else(WeightError::stopping)?;
+        let directory = &self.settings().shm_dir;
+        let node = self.settings().pinner.numa_node();
         loop {
-            let mut reservation = self.reserve(bytes)?;
-            let node = self.settings().pinner.numa_node();
-            let directory = &self.settings().shm_dir;
+            let mut reservation = match self.budget.reserve(bytes) {
+                Ok(reservation) => reservation,
+                Err(WeightError::HostMemory { available, .. })
+                    if self.make_room(uid, bytes, available) =>
+                {
+                    continue;
+                }
+                Err(e) => return Err(e),
+            };
             let mut proceed = |taken| {
                 reservation.allocated(taken);
                 !(watch.is_cancelled() || self.builders.is_closed())
             };
-            match SegmentBuilder::on_node(directory, &name, bytes, node, &mut proceed) {
+            let built = SegmentBuilder::on_node(directory, &name, bytes, node, &mut proceed);
+            match built {
                 Ok(builder) => {
                     return Ok(Room {
                         builder,
@@ -51,22 +63,72 @@ impl WeightStore {
                     });
                 }
                 Err(SegmentError::GivenUp { .. }) => return Err(WeightError::gone("load")),
-                Err(SegmentError::Full { wanted, free, .. })
-                    if self.evict(wanted.saturating_sub(free).max(1)) > 0 => {}
+                Err(full @ SegmentError::Full { .. }) => {
+                    drop(reservation);
+                    if !self.make_room(uid, bytes, u64::MAX) {
+                        return Err(full.into());
+                    }
+                }
                 Err(e) => return Err(e.into()),
             }
         }
     }
 
-    fn reserve(&self, bytes: u64) -> Result<Reservation, WeightError> {
-        loop {
-            match self.budget.reserve(bytes) {
-                Err(WeightError::HostMemory { available, .. })
-                    if self.evict(bytes.saturating_sub(available).max(1)) > 0 => {}
-                other => return other,
+    /// Evicts for a segment of `bytes` bytes of `uid`, for which the budget has
+    /// `available`, if that leaves room for it in the budget and in the file system.
+    /// Whether anything was evicted.
+    fn make_room(&self, uid: u32, bytes: u64, available: u64) -> bool {
+        let free = segment::free_bytes(&self.settings().shm_dir).unwrap_or(0);
+        // others are about to take what they have reserved
+        let in_files = bytes.saturating_add(self.budget.pending());
+        let missing = bytes
+            .saturating_sub(available)
+            .max(in_files.saturating_sub(free));
+        self.evict(uid, missing.max(1)) > 0
+    }
+
+    /// Removes sets that nobody is attached to, least recently used first, until
+    /// `bytes` bytes of segments are gone; none when there are not that many. Only sets
+    /// of `uid`, unless that is an administrator, whose own go first. Returns the bytes
+    /// of the segments removed.
+    pub fn evict(&self, uid: u32, bytes: u64) -> u64 {
+        let mut sets = self.sets();
+        let mut idle: Vec<_> = sets
+            .live
+            .values()
+            .filter(|set| set.owner_uid() == uid || is_administrator(uid))
+            // whoever else holds it keeps its memory
+            .filter(|set| set.attachments() == 0 && Arc::strong_count(set) == 1)
+            .cloned()
+            .collect();
+        idle.sort_by_key(|set| (set.owner_uid() != uid, set.last_use()));
+        let possible: u64 = idle.iter().map(|set| set.segment().bytes()).sum();
+        let mut freed = 0;
+        if possible < bytes {
+            return freed;
+        }
+        for set in &idle {
+            if freed >= bytes {
+                break;
+            }
+            match self.take_out(&mut sets, set) {
+                Ok(()) => {
+                    let (id, name, owner) = (set.id(), set.name(), set.owner_uid());
+                    tracing::info!(set = id, name, owner, uid, "weight set evicted");
+                    freed += set.segment().bytes();
+                }
+                Err(e) => tracing::warn!(set = set.id(), "weight set not evicted: {e}"),
             }
         }
+        // unmapping comes after the lock is given back
+        drop(sets);
+        freed
     }
+}
+
+/// Root and the daemon's own user.
+fn is_administrator(uid: u32) -> bool {
+    uid == 0 || uid == geteuid().as_raw()
 }
 
 fn random_id() -> Result<String, WeightError> {

@@ -246,3 +246,22 @@ fn a_content_id_vouches_for_bytes_that_are_put() {
             .attached
     );
 }
+
+#[test]
+fn a_put_that_declares_and_sends_nothing_evicts_nobody() {
+    let scratch = Scratch::new(Some(2 * 4096));
+    let one: &[(&str, &[u8])] = &[("a", b"123")];
+    scratch.load(&named("kept"), one).unwrap();
+    let declared = || vec![tensor("a", 2 * 4096)];
+    let error = put(&scratch, named("m"), declared(), &[]).unwrap_err();
+    assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+    assert_eq!(scratch.files(), (1, 1));
+    let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
+    session.declare(declared()).unwrap();
+    drop(session);
+    assert_eq!(scratch.files(), (1, 1));
+    // with its first bytes it may make room
+    let data: Data = &[("a", 0, &[7; 2 * 4096])];
+    put(&scratch, named("m"), declared(), data).unwrap();
+    assert_eq!(scratch.store.all()[0].name(), "m");
+}
