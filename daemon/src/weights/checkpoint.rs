@@ -95,6 +95,9 @@ impl Checkpoint {
         if let Some(index) = &index {
             check_index(index, &shards, &headers)?;
         }
+        if headers.iter().all(Vec::is_empty) {
+            return Err(WeightError::checkpoint(&first.name, "it has no tensors"));
+        }
         let (manifest, places) = place(&shards, headers)?;
         Ok(Self {
             shards,

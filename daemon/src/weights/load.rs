@@ -210,6 +210,9 @@ impl WeightStore {
         digests: Option<Vec<Digest>>,
         watch: &dyn Watch,
     ) -> Result<Outcome, WeightError> {
+        if watch.is_cancelled() {
+            return Err(WeightError::gone("load"));
+        }
         let tensor_digests = digests.unwrap_or_default();
         let identity = match &request.content_id {
             Some(id) => Identity::ContentId(id.clone()),
@@ -253,7 +256,7 @@ impl WeightStore {
         // a successor must know of it before the client does
         let file = record::file_name(set.id());
         self.state().write(&file, &SetRecord::of(&set))?;
-        if let Err(refused) = self.insert(Arc::clone(&set)) {
+        if let Err(refused) = self.insert(Arc::clone(&set), watch) {
             self.state().remove(&file)?;
             return Err(refused);
         }

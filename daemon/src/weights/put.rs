@@ -225,6 +225,10 @@ impl PutSession {
     }
 
     fn placed(&mut self) -> Result<(Manifest, HashMap<String, usize>), WeightError> {
+        if self.declared.is_empty() {
+            let rule = "no tensors: a set has at least one";
+            return Err(WeightError::argument("tensors", 0, rule));
+        }
         place(std::mem::take(&mut self.declared))
     }
 

@@ -22,6 +22,7 @@ use super::{
     claim::{BuildProgress, Key},
     error::WeightError,
     leftovers,
+    loader::Watch,
     pinning::Pinner,
     record,
     room::Builders,
@@ -178,7 +179,7 @@ impl WeightStore {
     }
 
     /// Removes the set `name` of `uid`, or, for an admin without such a set of its own,
-    /// another user's. Returns the bytes of its segment.
+    /// another user's: a shared one first, then the one of the lowest user id. Returns the bytes of its segment.
     ///
     /// # Errors
     /// [`WeightError::NotFound`], [`WeightError::NotOwner`], [`WeightError::InUse`], or
@@ -284,9 +285,17 @@ impl WeightStore {
         Ok(is_live)
     }
 
-    /// Makes a set live, unless one of its name has come in between or the daemon stops.
-    pub(crate) fn insert(&self, set: Arc<WeightSet>) -> Result<(), WeightError> {
+    /// Makes a set live, unless one of its name has come in between, its caller is gone
+    /// or the daemon stops.
+    pub(crate) fn insert(
+        &self,
+        set: Arc<WeightSet>,
+        watch: &dyn Watch,
+    ) -> Result<(), WeightError> {
         let mut sets = self.sets();
+        if watch.is_cancelled() {
+            return Err(WeightError::gone("load"));
+        }
         if sets.is_closed {
             return Err(WeightError::stopping());
         }

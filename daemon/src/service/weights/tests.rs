@@ -17,6 +17,7 @@ use crate::{
     channel::ticket::OfferedFile,
     weights::{
         checkpoint::fixture,
+        load::SetRequest,
         registry::fixture::{Scratch, named},
     },
 };
@@ -438,4 +439,27 @@ async fn a_client_that_goes_away_in_mid_put_leaves_nothing() {
     call.abort();
     assert!(served.is_empty_soon().await);
     drop(sender);
+}
+
+#[tokio::test]
+async fn an_administrator_lists_all_sets_with_their_owners_and_drops_its_own_first() {
+    let served = Served::new().await;
+    let own = Served::peer().uid;
+    for uid in [own, 1234] {
+        let request = SetRequest { uid, ..named("m") };
+        served.scratch.load(&request, &[("a", b"1")]).unwrap();
+    }
+    let mut client = served.client.clone();
+    let mut owners = Vec::new();
+    for round in ["0", "1", "2"] {
+        let list = client.list(v1::ListRequest::default()).await.unwrap();
+        let sets = list.into_inner().sets;
+        owners.push(sets.iter().map(|set| set.owner_uid).collect::<Vec<_>>());
+        let request = v1::DropRequest {
+            request_id: format!("{ID}{round}"),
+            name: "m".to_owned(),
+        };
+        assert_eq!(client.drop(request).await.is_ok(), !sets.is_empty());
+    }
+    assert_eq!(owners, [vec![own, 1234], vec![1234], vec![]]);
 }

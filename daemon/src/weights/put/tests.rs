@@ -265,3 +265,34 @@ fn a_put_that_declares_and_sends_nothing_evicts_nobody() {
     put(&scratch, named("m"), declared(), data).unwrap();
     assert_eq!(scratch.store.all()[0].name(), "m");
 }
+
+#[test]
+fn a_put_without_tensors_is_refused() {
+    let scratch = Scratch::new(None);
+    for data in [&[] as Data, &[("a", 0, b"")]] {
+        let error = put(&scratch, named("m"), vec![], data).unwrap_err();
+        assert!(
+            matches!(&error, WeightError::Argument { field, .. } if field == "tensors"),
+            "{error}"
+        );
+        assert!(error.to_string().contains("no tensors"), "{error}");
+    }
+    assert_eq!(scratch.files(), (0, 0));
+}
+
+#[test]
+fn a_put_whose_caller_is_gone_when_it_ends_becomes_no_set() {
+    let scratch = Scratch::new(None);
+    for bytes in [0, 3] {
+        let cancel = Cancel::default();
+        let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
+        session.declare(vec![tensor("a", bytes)]).unwrap();
+        if bytes > 0 {
+            session.write("a", 0, b"123", &cancel).unwrap();
+        }
+        cancel.set();
+        let error = session.finish(&cancel).unwrap_err();
+        assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+        assert_eq!(scratch.files(), (0, 0));
+    }
+}
