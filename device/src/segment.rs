@@ -358,9 +358,8 @@ mod tests {
     #[test]
     fn a_segment_may_prefer_a_node_that_there_is_and_no_other() {
         let directory = tempfile::tempdir().unwrap();
-        let on = |node| {
-            SegmentBuilder::on_node(directory.path(), "s", 9000, Some(node), &mut |_| true)
-        };
+        let on =
+            |node| SegmentBuilder::on_node(directory.path(), "s", 9000, Some(node), &mut |_| true);
         assert_eq!(on(0).unwrap().bytes_mut().unwrap().len(), 9000);
         assert!(matches!(on(900), Err(SegmentError::Kernel(_))));
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);

@@ -23,7 +23,7 @@ const CALLS_OF_USER: usize = 64;
 /// How long a call waits for another one that loads the same name.
 const BUILD_WAIT: Duration = Duration::from_secs(30 * 60);
 /// How often a waiting call looks whether its caller is still there.
-const WAIT_STEP: Duration = Duration::from_millis(50);
+pub(crate) const WAIT_STEP: Duration = Duration::from_millis(50);
 
 /// User and name, or user and what stands for a name while that is not known.
 pub(crate) type Key = (u32, String);

@@ -90,7 +90,7 @@ impl WeightStore {
     ) -> Result<Outcome, WeightError> {
         request.check()?;
         let _call = self.admit(request.uid)?;
-        let checkpoint = Checkpoint::open(files)?;
+        let checkpoint = Checkpoint::open(files, &self.headers, request.uid, watch)?;
         for _ in 0..ATTEMPTS {
             match self.claim(request.key(checkpoint.manifest()), watch)? {
                 Claim::Live(set) => {

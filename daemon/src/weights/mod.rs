@@ -8,6 +8,7 @@
 //! - [`dtype`], [`manifest`]: tensors, their sizes, and their places in a segment;
 //! - [`loader`], [`digest`]: filling a segment, and what its content is called;
 //! - [`budget`], [`cgroup`]: how many bytes the host has left for weight sets;
+//! - `shares`: how many bytes of headers and declarations are in memory at a time;
 //! - [`record`], [`leftovers`]: what a successor finds, and what it removes.
 //!
 //! Everything here blocks; callers on an asynchronous runtime use a blocking thread.
@@ -31,3 +32,4 @@ pub mod registry;
 pub mod room;
 pub mod safetensors;
 pub mod set;
+pub(crate) mod shares;

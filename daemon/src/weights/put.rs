@@ -13,7 +13,7 @@ use flextensord_proto::limit;
 pub use super::declaration::Declaration;
 use super::{
     claim::{Build, Call, Claim},
-    declaration::place,
+    declaration::{TEXT_BYTES, place},
     digest,
     error::WeightError,
     load::{self, Outcome, SetRequest},
@@ -21,6 +21,7 @@ use super::{
     manifest::Manifest,
     registry::{WeightSet, WeightStore},
     room::Room,
+    shares::Share,
 };
 
 /// A put under way. Dropped before [`PutSession::finish`] it leaves nothing behind.
@@ -29,8 +30,11 @@ pub struct PutSession {
     store: Arc<WeightStore>,
     request: SetRequest,
     declared: Vec<Declaration>,
+    text_bytes: u64,
     stage: Stage,
     _call: Call,
+    // last: what it stands for goes before it
+    share: Share,
 }
 
 #[derive(Debug)]
@@ -71,9 +75,11 @@ impl PutSession {
         request.check()?;
         Ok(Self {
             _call: store.admit(request.uid)?,
+            share: store.declarations.none(request.uid),
             store: Arc::clone(store),
             request,
             declared: Vec::new(),
+            text_bytes: 0,
             stage: Stage::Declaring,
         })
     }
@@ -81,7 +87,8 @@ impl PutSession {
     /// Declares tensors; all of them come before the first bytes.
     ///
     /// # Errors
-    /// When bytes have come already, or there are too many tensors.
+    /// When bytes have come already, there are too many tensors, their names and shapes
+    /// are too long, or too much is declared by all puts under way.
     pub fn declare(&mut self, tensors: Vec<Declaration>) -> Result<(), WeightError> {
         let count = self.declared.len().saturating_add(tensors.len());
         let rule = match self.stage {
@@ -90,6 +97,15 @@ impl PutSession {
                 format!("at most {} tensors", limit::TENSORS)
             }
             Stage::Declaring => {
+                let text: u64 = tensors.iter().map(Declaration::text_bytes).sum();
+                let all = self.text_bytes.saturating_add(text);
+                if all > TEXT_BYTES {
+                    let rule = format!("names and shapes of at most {TEXT_BYTES} bytes");
+                    return Err(WeightError::argument("tensors", all, rule));
+                }
+                let fixed = tensors.len().saturating_mul(size_of::<Declaration>());
+                self.share.grow(text.saturating_add(fixed as u64))?;
+                self.text_bytes = all;
                 self.declared.extend(tensors);
                 return Ok(());
             }

@@ -14,12 +14,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::segment;
+use flextensord_device::{heap, segment};
 
 pub use super::set::{Attachment, Identity, WeightSet};
 use super::{
     budget::{Budget, HostMemory},
+    checkpoint,
     claim::{BuildProgress, Key},
+    declaration,
     error::WeightError,
     leftovers,
     loader::Watch,
@@ -27,6 +29,7 @@ use super::{
     record,
     room::Builders,
     set::Attacher,
+    shares::Shares,
 };
 use crate::state::StateDirectory;
 
@@ -72,6 +75,8 @@ pub struct WeightStore {
     state: StateDirectory,
     pub(super) budget: Arc<Budget>,
     pub(super) builders: Builders,
+    pub(super) headers: Arc<Shares>,
+    pub(super) declarations: Arc<Shares>,
     clock: Arc<AtomicU64>,
     sets: Mutex<Sets>,
     /// Told when a build ends.
@@ -110,9 +115,12 @@ impl WeightStore {
         flextensord_proto::name::check(&settings.instance)
             .map_err(|e| WeightError::name("instance", &settings.instance, &e))?;
         segment::free_bytes(&settings.shm_dir)?;
+        heap::keep_little();
         Ok(Arc::new(Self {
             budget: Budget::new(settings.host_limit, host),
             builders: Builders::default(),
+            headers: checkpoint::shares(),
+            declarations: declaration::shares(),
             settings,
             state,
             clock: Arc::new(AtomicU64::new(1)),
@@ -287,11 +295,7 @@ impl WeightStore {
 
     /// Makes a set live, unless one of its name has come in between, its caller is gone
     /// or the daemon stops.
-    pub(crate) fn insert(
-        &self,
-        set: Arc<WeightSet>,
-        watch: &dyn Watch,
-    ) -> Result<(), WeightError> {
+    pub(crate) fn insert(&self, set: Arc<WeightSet>, watch: &dyn Watch) -> Result<(), WeightError> {
         let mut sets = self.sets();
         if watch.is_cancelled() {
             return Err(WeightError::gone("load"));

@@ -296,3 +296,42 @@ fn a_put_whose_caller_is_gone_when_it_ends_becomes_no_set() {
         assert_eq!(scratch.files(), (0, 0));
     }
 }
+
+#[test]
+fn declarations_without_end_are_refused_and_give_their_share_back() {
+    let scratch = Scratch::new(None);
+    let long = |name: usize| Declaration {
+        shape: vec![1; 64],
+        stride: vec![0; 64],
+        ..tensor(&name.to_string(), 1)
+    };
+    let thousand = || (0..1000).map(long).collect::<Vec<_>>();
+    let mut sessions = Vec::new();
+    let refused = loop {
+        let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
+        let error = loop {
+            if let Err(e) = session.declare(thousand()) {
+                break e;
+            }
+        };
+        sessions.push(session);
+        if matches!(error, WeightError::TooMany { .. }) {
+            break error;
+        }
+        assert!(
+            matches!(&error, WeightError::Argument { rule, .. } if rule.contains("67108864")),
+            "{error}"
+        );
+    };
+    assert!(refused.to_string().contains("declarations"), "{refused}");
+    assert!(sessions.len() <= 4, "{}", sessions.len());
+    let other = SetRequest {
+        uid: 2,
+        ..named("m")
+    };
+    let mut other = PutSession::new(&scratch.store, other).unwrap();
+    other.declare(thousand()).unwrap();
+    drop(sessions);
+    let mut again = PutSession::new(&scratch.store, named("m")).unwrap();
+    again.declare(thousand()).unwrap();
+}

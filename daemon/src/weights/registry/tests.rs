@@ -123,7 +123,9 @@ fn one_users_load_never_evicts_anothers_set() {
     let error = scratch.load(&named("big"), &[("w", &[0; 3 * 4096])]);
     assert!(matches!(error, Err(WeightError::HostMemory { .. })));
     assert_eq!(scratch.store.all().len(), 3);
-    scratch.load(&named("big"), &[("w", &[0; 2 * 4096])]).unwrap();
+    scratch
+        .load(&named("big"), &[("w", &[0; 2 * 4096])])
+        .unwrap();
     let left = [(1, "big".to_owned()), (2, "theirs".to_owned())];
     assert_eq!(names(&scratch), left);
     // an administrator may evict anybody's, its own first
@@ -134,9 +136,7 @@ fn one_users_load_never_evicts_anothers_set() {
     scratch.load(&of(0, "c"), ONE).unwrap();
     let left = [(0, "b"), (0, "c"), (2, "theirs")].map(|(uid, name)| (uid, name.to_owned()));
     assert_eq!(names(&scratch), left);
-    scratch
-        .load(&of(0, "d"), &[("w", &[0; 3 * 4096])])
-        .unwrap();
+    scratch.load(&of(0, "d"), &[("w", &[0; 3 * 4096])]).unwrap();
     assert_eq!(names(&scratch), [(0, "d".to_owned())]);
 }
 
