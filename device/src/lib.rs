@@ -4,7 +4,7 @@
 //! - [`mapping`], [`memfd`], [`segment`]: memory shared between processes;
 //! - [`control`], [`notice`], [`journal`]: the pages of the hand-over protocol;
 //! - [`handover`]: the protocol itself, pure, over any memory;
-//! - [`doorbell`], [`futex`]: waking;
+//! - [`doorbell`], [`futex`]: waking; [`heap`]: giving free pages back;
 //! - [`process`], [`fork`], [`descriptor`], [`readiness`]: who a peer is, whether we
 //!   are a forked child, handing descriptors over, waiting for them;
 //! - [`device`]: what a device must do; [`cpu`]: a device in host memory; [`cuda`]: GPUs.
@@ -21,6 +21,7 @@ pub mod fork;
 pub mod futex;
 pub mod handover;
 mod header;
+pub mod heap;
 pub mod journal;
 pub mod kernel;
 pub mod mapping;

@@ -44,9 +44,27 @@ pub enum SegmentError {
         /// The size asked for.
         bytes: u64,
     },
+    /// Whoever asked for it has given up.
+    #[error("a segment of {wanted} bytes was given up after {reserved} were reserved")]
+    GivenUp {
+        /// Bytes of the segment.
+        wanted: u64,
+        /// Bytes that were reserved by then.
+        reserved: u64,
+    },
     /// A system call failed.
     #[error(transparent)]
     Kernel(#[from] KernelError),
+}
+
+/// Bytes that are reserved before whoever asked is asked whether to go on: the kernel
+/// clears pages while it reserves them, so that a large segment takes seconds.
+pub const STEP: u64 = 256 << 20;
+
+/// The name in `directory` that a segment has until it is published.
+#[must_use]
+pub fn building_path(directory: &Path, name: &str) -> PathBuf {
+    directory.join(format!("{name}.new"))
 }
 
 /// Bytes free for this user in the file system of `directory`.
@@ -107,26 +125,29 @@ impl SegmentBuilder {
     /// [`SegmentError::Full`] when the file system has too little room; nothing is
     /// left behind then.
     pub fn new(directory: &Path, name: &str, bytes: u64) -> Result<Self, SegmentError> {
-        Self::on_node(directory, name, bytes, None)
+        Self::on_node(directory, name, bytes, None, &mut |_| true)
     }
 
     /// As [`SegmentBuilder::new`], its pages on the NUMA node `node` as long as that has
-    /// room.
+    /// room. `proceed` is told how many bytes are reserved, first 0, then after each
+    /// [`STEP`], and says whether to go on.
     ///
     /// # Errors
-    /// As [`SegmentBuilder::new`], and when the kernel knows no such node.
+    /// As [`SegmentBuilder::new`], and when the kernel knows no such node;
+    /// [`SegmentError::GivenUp`] when `proceed` says so.
     pub fn on_node(
         directory: &Path,
         name: &str,
         bytes: u64,
         node: Option<u32>,
+        proceed: &mut dyn FnMut(u64) -> bool,
     ) -> Result<Self, SegmentError> {
         let size = usize::try_from(bytes)
             .ok()
             .filter(|size| *size > 0 && isize::try_from(*size).is_ok())
             .ok_or(SegmentError::Size { bytes })?;
         let target = directory.join(name);
-        let path = directory.join(format!("{name}.new"));
+        let path = building_path(directory, name);
         let operation = || format!("create {}", path.display());
         let file = OpenOptions::new()
             .read(true)
@@ -162,12 +183,26 @@ impl SegmentBuilder {
             }
             None => None,
         };
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(|e| match e {
-            rustix::io::Errno::NOSPC | rustix::io::Errno::NOMEM => full(),
-            e => {
-                KernelError::new(format!("reserve {bytes} bytes for {}", path.display()), e).into()
+        let mut reserved = 0;
+        loop {
+            if !proceed(reserved) {
+                let wanted = bytes;
+                return Err(SegmentError::GivenUp { wanted, reserved });
             }
-        })?;
+            let step = (bytes - reserved).min(STEP);
+            if step == 0 {
+                break;
+            }
+            let taken = rustix::fs::fallocate(&file, FallocateFlags::empty(), reserved, step);
+            taken.map_err(|e| match e {
+                rustix::io::Errno::NOSPC | rustix::io::Errno::NOMEM => full(),
+                e => {
+                    let operation = format!("reserve {bytes} bytes for {}", path.display());
+                    KernelError::new(operation, e).into()
+                }
+            })?;
+            reserved += step;
+        }
         let mapping = match bound {
             Some(mapping) => mapping,
             None => Mapping::new(file.as_fd(), size, Access::ReadWrite)?,
@@ -323,7 +358,8 @@ mod tests {
     #[test]
     fn a_segment_may_prefer_a_node_that_there_is_and_no_other() {
         let directory = tempfile::tempdir().unwrap();
-        let on = |node| SegmentBuilder::on_node(directory.path(), "s", 9000, Some(node));
+        let on =
+            |node| SegmentBuilder::on_node(directory.path(), "s", 9000, Some(node), &mut |_| true);
         assert_eq!(on(0).unwrap().bytes_mut().unwrap().len(), 9000);
         assert!(matches!(on(900), Err(SegmentError::Kernel(_))));
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
@@ -345,6 +381,25 @@ mod tests {
             SegmentBuilder::new(directory.path(), "s", 0),
             Err(SegmentError::Size { bytes: 0 })
         ));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_large_segment_is_reserved_in_steps_and_may_be_given_up_between_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let bytes = STEP + STEP / 2;
+        let mut seen = Vec::new();
+        let mut proceed = |reserved| {
+            let taken = fs::metadata(building_path(directory.path(), "s")).unwrap();
+            seen.push((reserved, taken.blocks() * 512 >= reserved));
+            reserved < STEP
+        };
+        let error = SegmentBuilder::on_node(directory.path(), "s", bytes, None, &mut proceed);
+        assert!(matches!(
+            error.unwrap_err(),
+            SegmentError::GivenUp { wanted, reserved: STEP } if wanted == bytes
+        ));
+        assert_eq!(seen, [(0, true), (STEP, true)]);
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

@@ -157,3 +157,29 @@ fn two_thousand_open_close_cycles_of_a_manager_give_everything_back() {
     assert!(back.is_ok(), "{before:?} became {after:?}");
     assert_eq!(daemon.segments().len(), 1);
 }
+
+#[test]
+fn a_header_of_millions_of_metadata_keys_leaves_no_memory_behind() {
+    const KEYS: usize = 2_400_000;
+    let daemon = Daemon::start(&["--log", "warn"]).unwrap();
+    let keys: Vec<_> = (0..KEYS).map(|key| format!(r#""{key}":"""#)).collect();
+    let tensor = r#""w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#;
+    let header = format!(r#"{{"__metadata__":{{{}}},{tensor}}}"#, keys.join(","));
+    let length = (header.len() as u64).to_le_bytes();
+    let path = daemon.scratch().join("m.safetensors");
+    fs::write(&path, [&length[..], header.as_bytes(), b"x"].concat()).unwrap();
+    let client = daemon.client().unwrap();
+    let before = daemon.resident_bytes();
+    for _ in 0..2 {
+        client
+            .load(&path, "m", &LoadOptions::default(), |_| ())
+            .unwrap();
+        client.drop_weight_set("m").unwrap();
+    }
+    let mut after = 0;
+    let back = eventually("the memory is back", SOON, || {
+        after = daemon.resident_bytes();
+        (after <= before + (16 << 20)).then_some(())
+    });
+    assert!(back.is_ok(), "{before} became {after}");
+}

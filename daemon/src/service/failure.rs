@@ -80,6 +80,7 @@ impl From<WeightError> for Failure {
                          weight sets",
                     )
             }
+            WeightError::Segment(SegmentError::GivenUp { .. }) => daemon(Kind::Aborted),
             WeightError::Segment(SegmentError::Size { bytes }) => {
                 client(Kind::InvalidArgument).with("wanted", bytes)
             }

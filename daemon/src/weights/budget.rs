@@ -62,9 +62,11 @@ pub struct Budget {
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Taken {
-    /// Bytes of segments, which the kernel counts too.
-    allocated: u64,
-    /// Bytes reserved for segments that are not there yet.
+    /// Bytes of the segments of sets, which the kernel counts too.
+    live: u64,
+    /// Bytes of segments that are being built, reserved or taken.
+    building: u64,
+    /// Those of them that are not taken yet, which the kernel does not count.
     pending: u64,
 }
 
@@ -80,9 +82,11 @@ pub struct Figures {
     pub available: u64,
     /// What sets the limit.
     pub limited_by: String,
-    /// Bytes of segments.
-    pub allocated: u64,
-    /// Bytes reserved for segments that are not there yet.
+    /// Bytes of the segments of sets.
+    pub live: u64,
+    /// Bytes reserved for segments that are being built, until they are a set's or gone.
+    pub building: u64,
+    /// Those of them that are not taken from the kernel yet.
     pub pending: u64,
 }
 
@@ -113,11 +117,13 @@ impl Budget {
                 limited_by: figures.limited_by,
             });
         }
+        taken.building = taken.building.saturating_add(bytes);
         taken.pending = taken.pending.saturating_add(bytes);
         Ok(Reservation {
             budget: Arc::clone(self),
             bytes,
-            allocated: false,
+            allocated: 0,
+            is_live: false,
         })
     }
 
@@ -129,7 +135,8 @@ impl Budget {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((at, figures)) = last.as_ref()
             && at.elapsed() < FRESH
-            && (figures.allocated, figures.pending) == (taken.allocated, taken.pending)
+            && (figures.live, figures.building, figures.pending)
+                == (taken.live, taken.building, taken.pending)
         {
             return figures.clone();
         }
@@ -138,8 +145,14 @@ impl Budget {
         figures
     }
 
+    /// Bytes reserved for segments that are not taken from the kernel yet.
+    #[must_use]
+    pub fn pending(&self) -> u64 {
+        self.taken().pending
+    }
+
     fn figures_of(&self, taken: Taken) -> Figures {
-        let ours = taken.allocated.saturating_add(taken.pending);
+        let ours = taken.live.saturating_add(taken.building);
         let mut limits = vec![(
             u64::MAX - ours,
             "address space (no other limit is known)".to_owned(),
@@ -163,7 +176,8 @@ impl Budget {
             limit: available.saturating_add(ours),
             available,
             limited_by,
-            allocated: taken.allocated,
+            live: taken.live,
+            building: taken.building,
             pending: taken.pending,
         }
     }
@@ -178,18 +192,28 @@ impl Budget {
 pub struct Reservation {
     budget: Arc<Budget>,
     bytes: u64,
-    allocated: bool,
+    allocated: u64,
+    is_live: bool,
 }
 
 impl Reservation {
-    /// Says that the bytes are taken from the kernel now, so that its figures count
-    /// them.
-    pub fn mark_allocated(&mut self) {
-        if !self.allocated {
-            self.allocated = true;
+    /// Says that `allocated` of the bytes are taken from the kernel by now, so that its
+    /// figures count them.
+    pub fn allocated(&mut self, allocated: u64) {
+        let more = allocated.min(self.bytes).saturating_sub(self.allocated);
+        self.allocated += more;
+        let mut taken = self.budget.taken();
+        taken.pending = taken.pending.saturating_sub(more);
+    }
+
+    /// Says that the bytes are a set's from now on.
+    pub fn mark_live(&mut self) {
+        self.allocated(self.bytes);
+        if !self.is_live {
+            self.is_live = true;
             let mut taken = self.budget.taken();
-            taken.pending = taken.pending.saturating_sub(self.bytes);
-            taken.allocated = taken.allocated.saturating_add(self.bytes);
+            taken.building = taken.building.saturating_sub(self.bytes);
+            taken.live = taken.live.saturating_add(self.bytes);
         }
     }
 }
@@ -197,10 +221,12 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         let mut taken = self.budget.taken();
-        let counter = if self.allocated {
-            &mut taken.allocated
+        let pending = self.bytes.saturating_sub(self.allocated);
+        taken.pending = taken.pending.saturating_sub(pending);
+        let counter = if self.is_live {
+            &mut taken.live
         } else {
-            &mut taken.pending
+            &mut taken.building
         };
         *counter = counter.saturating_sub(self.bytes);
     }
@@ -256,9 +282,9 @@ mod tests {
         assert_eq!(budget.figures().available, 600);
         assert!(budget.figures().limited_by.contains("host"));
         // the host's figure would fall by as much, were it real
-        first.mark_allocated();
+        first.mark_live();
         assert_eq!(
-            (budget.figures().available, budget.figures().allocated),
+            (budget.figures().available, budget.figures().live),
             (700, 100)
         );
         fixture::write(
@@ -274,7 +300,30 @@ mod tests {
         assert!(error.contains("cgroup /pod"), "{error}");
         assert!(budget.reserve(50).is_ok());
         drop(first);
-        assert_eq!(budget.figures().allocated, 0);
+        assert_eq!(budget.figures().live, 0);
+    }
+
+    #[test]
+    fn a_reservation_counts_once_while_its_segment_is_being_allocated() {
+        let root = tempfile::tempdir().unwrap();
+        let free = Arc::new(Mutex::new(1000));
+        let seen = Arc::clone(&free);
+        let host = HostMemory {
+            root: root.path().to_owned(),
+            available: Box::new(move || Some(*seen.lock().unwrap())),
+        };
+        let budget = Budget::new(None, host);
+        let mut large = budget.reserve(600).unwrap();
+        for taken in [0, 200, 400, 600] {
+            *free.lock().unwrap() = 1000 - taken;
+            large.allocated(taken);
+            drop(budget.reserve(400).unwrap());
+            let figures = budget.figures();
+            assert_eq!((figures.building, figures.pending), (600, 600 - taken));
+        }
+        drop(large);
+        let figures = budget.figures();
+        assert_eq!((figures.building, figures.pending), (0, 0));
     }
 
     #[test]

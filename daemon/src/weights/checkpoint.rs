@@ -1,19 +1,31 @@
 //! A checkpoint: one safetensors file, or shards and the index that names them.
 
-use std::{collections::HashMap, fs::File, os::unix::fs::FileExt as _};
+mod index;
 
-use serde::Deserialize;
+use std::{collections::HashMap, fs::File, os::unix::fs::FileExt as _, sync::Arc};
 
 use super::{
     error::WeightError,
+    loader::Watch,
     manifest::{Manifest, TensorEntry},
-    safetensors::{self, FileTensor, UniqueMap},
+    safetensors::{self, FileTensor},
+    shares::{Share, Shares},
 };
 
 /// Ending of an index's name.
 pub const INDEX_ENDING: &str = ".index.json";
 /// Most files of a checkpoint.
 pub const FILES: usize = 1024;
+/// Most bytes of headers and index of one checkpoint, and of all checkpoints of a user
+/// at a time, 64 MiB; those of all users are at most four times as many.
+pub const HEADERS: u64 = 64 << 20;
+/// Bytes that are read before the caller is looked for.
+const READ: usize = 1 << 20;
+
+/// What headers and indices of all checkpoints under way share.
+pub(crate) fn shares() -> Arc<Shares> {
+    Shares::new("bytes of headers at a time", HEADERS, 4 * HEADERS)
+}
 
 /// A file that the caller handed over, open for reading.
 #[derive(Debug)]
@@ -52,16 +64,24 @@ pub struct Checkpoint {
     shards: Vec<Shard>,
     manifest: Manifest,
     places: Vec<Place>,
+    // last: what it stands for goes before it
+    _share: Share,
 }
 
 impl Checkpoint {
-    /// Reads the headers and the index.
+    /// Reads the headers and the index on behalf of `uid`, in turn with others: their
+    /// bytes count for as long as the checkpoint lives.
     ///
     /// # Errors
     /// [`WeightError::Checkpoint`] naming the file: not a regular file, not valid, or
     /// not what the index says; [`WeightError::CheckpointChanged`] when it shrinks while
-    /// it is read; [`WeightError::Read`].
-    pub fn open(files: Vec<SourceFile>) -> Result<Self, WeightError> {
+    /// it is read; [`WeightError::Read`]; [`WeightError::Aborted`] when cancelled.
+    pub(crate) fn open(
+        files: Vec<SourceFile>,
+        shares: &Arc<Shares>,
+        uid: u32,
+        watch: &dyn Watch,
+    ) -> Result<Self, WeightError> {
         let mut shards = Vec::new();
         let mut index = None;
         if files.len() > FILES {
@@ -88,18 +108,35 @@ impl Checkpoint {
             let problem = format!("{} files without an index", shards.len());
             return Err(WeightError::checkpoint(&first.name, problem));
         }
+        let lengths = header_lengths(&shards, index.as_ref())?;
+        let bytes = lengths.iter().sum::<u64>() + index.as_ref().map_or(0, |i| i.stamp.bytes);
+        if bytes > HEADERS {
+            let problem =
+                format!("headers and index of {bytes} bytes are over the limit of {HEADERS}");
+            return Err(WeightError::checkpoint(&first.name, problem));
+        }
+        let share = shares.wait(uid, bytes, watch)?;
+        // a parser that was stopped says so as it says that something is wrong
+        let given_up = |e| match watch.is_cancelled() {
+            true => WeightError::gone("load"),
+            false => e,
+        };
         let mut headers = Vec::new();
-        for shard in &shards {
-            headers.push(header(shard)?);
+        for (shard, length) in shards.iter().zip(lengths) {
+            headers.push(header(shard, length, watch).map_err(given_up)?);
         }
         if let Some(index) = &index {
-            check_index(index, &shards, &headers)?;
+            index::check(index, &shards, &headers, watch).map_err(given_up)?;
+        }
+        if headers.iter().all(Vec::is_empty) {
+            return Err(WeightError::checkpoint(&first.name, "it has no tensors"));
         }
         let (manifest, places) = place(&shards, headers)?;
         Ok(Self {
             shards,
             manifest,
             places,
+            _share: share,
         })
     }
 
@@ -172,24 +209,52 @@ fn stamp(name: &str, file: &File) -> Result<Stamp, WeightError> {
     })
 }
 
-fn header(shard: &Shard) -> Result<Vec<FileTensor>, WeightError> {
-    let invalid = |e: safetensors::HeaderError| WeightError::checkpoint(&shard.name, e);
-    let bytes = shard.stamp.bytes;
-    if bytes < safetensors::PREFIX_BYTES {
-        return Err(invalid(safetensors::HeaderError::Short { bytes }));
+/// The lengths of the headers, all read before any is: they are checked together.
+fn header_lengths(shards: &[Shard], index: Option<&Shard>) -> Result<Vec<u64>, WeightError> {
+    let limit = safetensors::HEADER_BYTES;
+    if let Some(Shard { name, stamp, .. }) = index
+        && stamp.bytes > limit
+    {
+        let bytes = stamp.bytes;
+        let problem = format!("index of {bytes} bytes is over the limit of {limit} (32 MiB)");
+        return Err(WeightError::checkpoint(name, problem));
     }
-    let mut prefix = [0; 8];
-    read_at(shard, &mut prefix, 0)?;
-    let length = safetensors::header_bytes(prefix, bytes).map_err(invalid)?;
-    let text = read_vec(shard, length, safetensors::PREFIX_BYTES)?;
-    safetensors::parse(&text, bytes).map_err(invalid)
+    let length = |shard: &Shard| {
+        let invalid = |e: safetensors::HeaderError| WeightError::checkpoint(&shard.name, e);
+        let bytes = shard.stamp.bytes;
+        if bytes < safetensors::PREFIX_BYTES {
+            return Err(invalid(safetensors::HeaderError::Short { bytes }));
+        }
+        let mut prefix = [0; 8];
+        read_at(shard, &mut prefix, 0)?;
+        safetensors::header_bytes(prefix, bytes).map_err(invalid)
+    };
+    shards.iter().map(length).collect()
 }
 
-fn read_vec(shard: &Shard, bytes: u64, offset: u64) -> Result<Vec<u8>, WeightError> {
+fn header(shard: &Shard, length: u64, watch: &dyn Watch) -> Result<Vec<FileTensor>, WeightError> {
+    let text = read_vec(shard, length, safetensors::PREFIX_BYTES, watch)?;
+    safetensors::parse(&text, shard.stamp.bytes, watch)
+        .map_err(|e| WeightError::checkpoint(&shard.name, e))
+}
+
+fn read_vec(
+    shard: &Shard,
+    bytes: u64,
+    offset: u64,
+    watch: &dyn Watch,
+) -> Result<Vec<u8>, WeightError> {
     let length =
         usize::try_from(bytes).map_err(|_| WeightError::Internal("length over the limit"))?;
     let mut text = vec![0; length];
-    read_at(shard, &mut text, offset)?;
+    let mut at = offset;
+    for run in text.chunks_mut(READ) {
+        if watch.is_cancelled() {
+            return Err(WeightError::gone("load"));
+        }
+        read_at(shard, run, at)?;
+        at += run.len() as u64;
+    }
     Ok(text)
 }
 
@@ -198,78 +263,6 @@ fn read_at(shard: &Shard, target: &mut [u8], offset: u64) -> Result<(), WeightEr
         .file
         .read_exact_at(target, offset)
         .map_err(|e| WeightError::read(&shard.name, e))
-}
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: UniqueMap<String>,
-}
-
-/// The index must name exactly the tensors of each shard, and all shards.
-fn check_index(
-    index: &Shard,
-    shards: &[Shard],
-    headers: &[Vec<FileTensor>],
-) -> Result<(), WeightError> {
-    let wrong = |problem: String| WeightError::checkpoint(&index.name, problem);
-    if index.stamp.bytes > safetensors::HEADER_BYTES {
-        let limit = safetensors::HEADER_BYTES;
-        let bytes = index.stamp.bytes;
-        return Err(wrong(format!(
-            "index of {bytes} bytes is over the limit of {limit}"
-        )));
-    }
-    let text = read_vec(index, index.stamp.bytes, 0)?;
-    let Index {
-        weight_map: UniqueMap(pairs),
-    } = serde_json::from_slice(&text).map_err(|e| wrong(format!("not a valid index: {e}")))?;
-    let mut of_tensor: HashMap<String, String> = pairs.into_iter().collect();
-    let mut named: HashMap<&str, bool> = HashMap::new();
-    for shard in shards {
-        if named.insert(&shard.name, false).is_some() {
-            return Err(WeightError::checkpoint(&shard.name, "handed over twice"));
-        }
-    }
-    for (tensor, file) in &of_tensor {
-        match named.get_mut(file.as_str()) {
-            Some(seen) => *seen = true,
-            None => {
-                let problem =
-                    format!("tensor {tensor:?} is in {file:?}, which was not handed over");
-                return Err(wrong(problem));
-            }
-        }
-    }
-    for (shard, tensors) in shards.iter().zip(headers) {
-        for FileTensor { name, .. } in tensors {
-            match of_tensor.remove(name) {
-                Some(file) if file == shard.name => {}
-                Some(file) => {
-                    let problem = format!("has tensor {name:?}, which the index puts in {file:?}");
-                    return Err(WeightError::checkpoint(&shard.name, problem));
-                }
-                None => {
-                    let problem = format!(
-                        "has tensor {name:?}, which is not in the index, or is in two files"
-                    );
-                    return Err(WeightError::checkpoint(&shard.name, problem));
-                }
-            }
-        }
-    }
-    if let Some((tensor, file)) = of_tensor.into_iter().min() {
-        let problem = format!("tensor {tensor:?} of the index is not in it");
-        return Err(WeightError::checkpoint(&file, problem));
-    }
-    match named
-        .into_iter()
-        .filter(|(_, seen)| !seen)
-        .map(|(name, _)| name)
-        .min()
-    {
-        Some(name) => Err(WeightError::checkpoint(name, "not named by the index")),
-        None => Ok(()),
-    }
 }
 
 fn place(
@@ -317,7 +310,13 @@ pub(crate) mod fixture {
 
     use std::io::Write as _;
 
-    use super::SourceFile;
+    use super::{Checkpoint, SourceFile, WeightError, shares};
+    use crate::weights::loader::Cancel;
+
+    /// A checkpoint of these files, alone.
+    pub(crate) fn open(files: Vec<SourceFile>) -> Result<Checkpoint, WeightError> {
+        Checkpoint::open(files, &shares(), 1, &Cancel::default())
+    }
 
     /// A safetensors file of `U8` tensors with the given bytes.
     pub(crate) fn bytes(tensors: &[(&str, &[u8])]) -> Vec<u8> {
@@ -354,141 +353,4 @@ pub(crate) mod fixture {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{fixture::*, *};
-
-    fn index(map: &str) -> SourceFile {
-        let text = format!(r#"{{"metadata":{{"total_size":3}},"weight_map":{map}}}"#);
-        source("model.safetensors.index.json", text.as_bytes())
-    }
-
-    fn shards() -> Vec<SourceFile> {
-        vec![
-            source("m-1", &bytes(&[("a", b"1")])),
-            source("m-2", &bytes(&[("b", b"23")])),
-        ]
-    }
-
-    fn with(mut files: Vec<SourceFile>, more: SourceFile) -> Vec<SourceFile> {
-        files.push(more);
-        files
-    }
-
-    #[test]
-    fn shards_and_their_index_are_one_checkpoint() {
-        let files = with(shards(), index(r#"{"a":"m-1","b":"m-2"}"#));
-        let checkpoint = Checkpoint::open(files).unwrap();
-        assert_eq!(checkpoint.manifest().tensors().len(), 2);
-        let mut read = [0; 2];
-        checkpoint
-            .read(checkpoint.places()[1], 0, &mut read)
-            .unwrap();
-        assert_eq!(&read, b"23");
-        checkpoint.check_unchanged().unwrap();
-    }
-
-    #[test]
-    fn an_index_that_disagrees_with_the_shards_is_refused_naming_the_file() {
-        for (file, files) in [
-            (
-                "index",
-                with(shards(), index(r#"{"a":"m-1","b":"m-2","c":"m-3"}"#)),
-            ),
-            (
-                "m-2",
-                with(shards(), index(r#"{"a":"m-1","b":"m-2","c":"m-2"}"#)),
-            ),
-            ("m-2", with(shards(), index(r#"{"a":"m-1"}"#))),
-            ("m-1", with(shards(), index(r#"{"a":"m-2","b":"m-2"}"#))),
-            (
-                "index",
-                with(shards(), index(r#"{"a":"m-1","b":"m-2","a":"m-1"}"#)),
-            ),
-            ("index", with(shards(), index("3"))),
-            ("m-1", shards()),
-            ("index", with(with(shards(), index("{}")), index("{}"))),
-            (
-                "m-1",
-                with(
-                    with(shards(), shards().remove(0)),
-                    index(r#"{"a":"m-1","b":"m-2"}"#),
-                ),
-            ),
-            (
-                "m-2",
-                with(
-                    vec![
-                        source("m-1", &bytes(&[("a", b"1")])),
-                        source("m-2", &bytes(&[])),
-                    ],
-                    index(r#"{"a":"m-1"}"#),
-                ),
-            ),
-            (
-                "m-2",
-                with(
-                    vec![
-                        source("m-1", &bytes(&[("a", b"1")])),
-                        source("m-2", &bytes(&[("a", b"1")])),
-                    ],
-                    index(r#"{"a":"m-1"}"#),
-                ),
-            ),
-        ] {
-            let error = Checkpoint::open(files).unwrap_err();
-            assert!(
-                matches!(&error, WeightError::Checkpoint { file: named, .. } if named.contains(file)),
-                "{file}: {error}"
-            );
-        }
-        for files in [vec![], vec![index("{}")]] {
-            assert!(matches!(
-                Checkpoint::open(files),
-                Err(WeightError::Argument { .. })
-            ));
-        }
-    }
-
-    #[test]
-    fn a_file_cut_at_any_length_is_refused_naming_it() {
-        let whole = bytes(&[("a", b"123"), ("b", b"4")]);
-        for length in 0..whole.len() {
-            let error = Checkpoint::open(vec![source("cut", &whole[..length])]).unwrap_err();
-            assert!(error.to_string().contains("\"cut\""), "{length}: {error}");
-        }
-    }
-
-    #[test]
-    fn what_is_no_regular_file_is_refused() {
-        for path in ["/", "/dev/null"] {
-            let file = File::open(path).unwrap();
-            let name = "x".to_owned();
-            let error = Checkpoint::open(vec![SourceFile { name, file }]).unwrap_err();
-            assert!(error.to_string().contains("regular"), "{error}");
-        }
-    }
-
-    #[test]
-    fn a_change_behind_our_back_is_noticed() {
-        let files = single(&[("a", b"123")]);
-        let behind = files[0].file.try_clone().unwrap();
-        let checkpoint = Checkpoint::open(files).unwrap();
-        let length = behind.metadata().unwrap().len();
-        behind.set_len(length - 1).unwrap();
-        let mut target = [0; 3];
-        let place = checkpoint.places()[0];
-        for error in [
-            checkpoint.read(place, 0, &mut target).unwrap_err(),
-            checkpoint.check_unchanged().unwrap_err(),
-        ] {
-            assert!(
-                matches!(error, WeightError::CheckpointChanged { .. }),
-                "{error}"
-            );
-        }
-        behind.set_len(length).unwrap();
-        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
-        behind.set_modified(later).unwrap();
-        assert!(checkpoint.check_unchanged().is_err());
-    }
-}
+mod tests;

@@ -1,4 +1,4 @@
-//! Who may build a set now: limits on calls, one builder a name, room for the segment.
+//! Who may build a set now: limits on calls, one builder a name.
 
 use std::{
     sync::{
@@ -8,14 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::segment::{SegmentBuilder, SegmentError};
-
 use super::{
-    budget::Reservation,
     error::WeightError,
-    leftovers,
     loader::Watch,
-    manifest::Manifest,
     registry::{WeightSet, WeightStore},
 };
 
@@ -28,7 +23,7 @@ const CALLS_OF_USER: usize = 64;
 /// How long a call waits for another one that loads the same name.
 const BUILD_WAIT: Duration = Duration::from_secs(30 * 60);
 /// How often a waiting call looks whether its caller is still there.
-const WAIT_STEP: Duration = Duration::from_millis(50);
+pub(crate) const WAIT_STEP: Duration = Duration::from_millis(50);
 
 /// User and name, or user and what stands for a name while that is not known.
 pub(crate) type Key = (u32, String);
@@ -114,10 +109,7 @@ impl WeightStore {
             let (done, total) = progress.figures();
             watch.progress(done, total);
             if watch.is_cancelled() {
-                return Err(WeightError::Aborted {
-                    what: "wait for another load",
-                    reason: "the caller is gone or has given up".to_owned(),
-                });
+                return Err(WeightError::gone("wait for another load"));
             }
             if Instant::now() >= deadline {
                 let (name, seconds) = (key.1, BUILD_WAIT.as_secs());
@@ -127,46 +119,6 @@ impl WeightStore {
             sets = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
-
-    /// A segment for `manifest`, with its budget; evicts what it must.
-    pub(crate) fn room(&self, manifest: &Manifest) -> Result<Room, WeightError> {
-        let bytes = manifest.segment_bytes();
-        let id = random_id()?;
-        let name = leftovers::segment_name(&self.settings().instance, &id);
-        loop {
-            let mut reservation = self.reserve(bytes)?;
-            let node = self.settings().pinner.numa_node();
-            match SegmentBuilder::on_node(&self.settings().shm_dir, &name, bytes, node) {
-                Ok(builder) => {
-                    reservation.mark_allocated();
-                    return Ok(Room {
-                        id,
-                        reservation,
-                        builder,
-                    });
-                }
-                Err(SegmentError::Full { wanted, free, .. })
-                    if self.evict(wanted.saturating_sub(free).max(1)) > 0 => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-    }
-
-    fn reserve(&self, bytes: u64) -> Result<Reservation, WeightError> {
-        loop {
-            match self.budget.reserve(bytes) {
-                Err(WeightError::HostMemory { available, .. })
-                    if self.evict(bytes.saturating_sub(available).max(1)) > 0 => {}
-                other => return other,
-            }
-        }
-    }
-}
-
-fn random_id() -> Result<String, WeightError> {
-    let mut id = [0_u8; leftovers::ID_DIGITS / 2];
-    getrandom::fill(&mut id).map_err(|_| WeightError::Internal("no random numbers"))?;
-    Ok(id.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// A load or put that counts against the limits.
@@ -211,13 +163,4 @@ impl Drop for Build {
         self.store.sets().building.remove(&self.key);
         self.store.changed.notify_all();
     }
-}
-
-/// A segment under construction with its budget and the id of its set.
-#[derive(Debug)]
-pub(crate) struct Room {
-    // before the reservation, so that bytes return to the kernel before the budget
-    pub(crate) builder: SegmentBuilder,
-    pub(crate) reservation: Reservation,
-    pub(crate) id: String,
 }

@@ -4,13 +4,25 @@
 //! then bytes * 8 / elements, which must be whole) and no stride; a tensor that shares
 //! another's storage may have such a type only with the same shape as the owner.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use super::{
     dtype,
     error::WeightError,
     manifest::{Manifest, TensorEntry},
+    shares::Shares,
 };
+
+/// Most bytes of names and shapes that one put declares, 64 MiB.
+pub const TEXT_BYTES: u64 = 64 << 20;
+/// Most bytes of declarations in memory at a time, of one user and of all.
+const OF_USER: u64 = 256 << 20;
+const OF_ALL: u64 = 4 * OF_USER;
+
+/// What the declarations of all puts under way share.
+pub(crate) fn shares() -> Arc<Shares> {
+    Shares::new("bytes of declarations at a time", OF_USER, OF_ALL)
+}
 
 /// A tensor as a client declares it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -116,6 +128,13 @@ pub(crate) fn place(
 }
 
 impl Declaration {
+    /// Bytes of its names and dimensions.
+    pub(crate) fn text_bytes(&self) -> u64 {
+        let text = self.name.len() + self.dtype.len() + self.alias_of.len();
+        let numbers = self.shape.len() + self.stride.len();
+        (text + numbers * size_of::<u64>()) as u64
+    }
+
     /// Bytes that the tensor spans; `None` for an alias of unknown type.
     fn bytes(&self) -> Result<Option<u64>, WeightError> {
         let wrong = |e: dtype::SizeError| {

@@ -161,6 +161,21 @@ impl WeightError {
         Self::argument(field, value, rule.to_string())
     }
 
+    /// Work whose caller is gone or has given up.
+    #[must_use]
+    pub fn gone(what: &'static str) -> Self {
+        let reason = "the caller is gone or has given up".to_owned();
+        Self::Aborted { what, reason }
+    }
+
+    /// Work that the end of the daemon cuts short.
+    #[must_use]
+    pub fn stopping() -> Self {
+        let reason = "the daemon stops".to_owned();
+        let what = "load";
+        Self::Aborted { what, reason }
+    }
+
     /// A file that is not what it should be.
     pub fn checkpoint(file: &str, problem: impl std::fmt::Display) -> Self {
         Self::Checkpoint {

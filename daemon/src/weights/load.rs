@@ -9,13 +9,14 @@ use flextensord_proto::name;
 
 use super::{
     checkpoint::{Checkpoint, SourceFile},
-    claim::{Build, BuildProgress, Claim, Key, Room},
+    claim::{Build, BuildProgress, Claim, Key},
     digest::{self, Digest},
     error::WeightError,
     loader::{self, Reading, Watch},
     manifest::Manifest,
     record::{self, SetRecord},
     registry::{Identity, WeightSet, WeightStore},
+    room::Room,
     set::NewSet,
 };
 
@@ -89,7 +90,7 @@ impl WeightStore {
     ) -> Result<Outcome, WeightError> {
         request.check()?;
         let _call = self.admit(request.uid)?;
-        let checkpoint = Checkpoint::open(files)?;
+        let checkpoint = Checkpoint::open(files, &self.headers, request.uid, watch)?;
         for _ in 0..ATTEMPTS {
             match self.claim(request.key(checkpoint.manifest()), watch)? {
                 Claim::Live(set) => {
@@ -137,7 +138,7 @@ impl WeightStore {
                 });
             }
         }
-        let mut room = self.room(checkpoint.manifest())?;
+        let mut room = self.room(request.uid, checkpoint.manifest(), watch)?;
         let reading = Reading {
             threads: self.settings().load_threads,
             hash: request.content_id.is_none(),
@@ -205,10 +206,13 @@ impl WeightStore {
         &self,
         request: &SetRequest,
         manifest: Manifest,
-        room: Room,
+        mut room: Room,
         digests: Option<Vec<Digest>>,
         watch: &dyn Watch,
     ) -> Result<Outcome, WeightError> {
+        if watch.is_cancelled() {
+            return Err(WeightError::gone("load"));
+        }
         let tensor_digests = digests.unwrap_or_default();
         let identity = match &request.content_id {
             Some(id) => Identity::ContentId(id.clone()),
@@ -235,11 +239,12 @@ impl WeightStore {
         let segment = room.builder.publish()?;
         let pinner = &self.settings().pinner;
         let pinned = pinner.pin(segment.mapping(), &manifest, watch)?;
+        room.reservation.mark_live();
         let set = Arc::new(WeightSet::new(NewSet {
             pinned,
             segment,
             reservation: room.reservation,
-            id: room.id,
+            id: room.building.id().to_owned(),
             name,
             owner_uid: request.uid,
             shared: request.share,
@@ -251,14 +256,9 @@ impl WeightStore {
         // a successor must know of it before the client does
         let file = record::file_name(set.id());
         self.state().write(&file, &SetRecord::of(&set))?;
-        if self.insert(Arc::clone(&set)).is_err() {
-            // only a set that was given another's digest as its name can be there
+        if let Err(refused) = self.insert(Arc::clone(&set), watch) {
             self.state().remove(&file)?;
-            return Err(WeightError::ContentDiffers {
-                name: set.name().to_owned(),
-                tensor: String::new(),
-                difference: "its name is the digest of other content".to_owned(),
-            });
+            return Err(refused);
         }
         tracing::info!(
             set = set.id(),

@@ -142,10 +142,7 @@ fn run(
     watch: &dyn Watch,
 ) -> Result<(usize, usize, u64, Option<Digest>), WeightError> {
     if watch.is_cancelled() {
-        return Err(WeightError::Aborted {
-            what: "load",
-            reason: "the caller is gone or has given up".to_owned(),
-        });
+        return Err(WeightError::gone("load"));
     }
     let target = match job.target {
         Some(target) => {
@@ -239,7 +236,10 @@ fn combine(
 
 #[cfg(test)]
 mod tests {
-    use super::{super::checkpoint::fixture::single, *};
+    use super::{
+        super::checkpoint::fixture::{open, single},
+        *,
+    };
 
     const HASHED: Reading = Reading {
         threads: 3,
@@ -252,7 +252,7 @@ mod tests {
             .map(|i| u8::try_from(i % 251).unwrap())
             .collect();
         let files = single(&[("l.10", &big), ("l.2", b"abc"), ("e", b"")]);
-        let checkpoint = Checkpoint::open(files).unwrap();
+        let checkpoint = open(files).unwrap();
         let manifest = checkpoint.manifest();
         let mut segment = vec![0; usize::try_from(manifest.segment_bytes()).unwrap()];
         let into = read(&checkpoint, Some(&mut segment), HASHED, &Cancel::default());
@@ -277,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_cancelled_load_stops() {
-        let checkpoint = Checkpoint::open(single(&[("a", b"abc")])).unwrap();
+        let checkpoint = open(single(&[("a", b"abc")])).unwrap();
         let cancel = Cancel::default();
         cancel.set();
         let error = read(&checkpoint, None, HASHED, &cancel).unwrap_err();
@@ -288,7 +288,7 @@ mod tests {
     fn a_file_cut_while_it_is_read_is_a_change() {
         let files = single(&[("a", &[7; 5000])]);
         let behind = files[0].file.try_clone().unwrap();
-        let checkpoint = Checkpoint::open(files).unwrap();
+        let checkpoint = open(files).unwrap();
         behind.set_len(1000).unwrap();
         let error = read(&checkpoint, None, HASHED, &Cancel::default()).unwrap_err();
         assert!(
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn a_segment_too_short_is_refused() {
-        let checkpoint = Checkpoint::open(single(&[("a", b"abc")])).unwrap();
+        let checkpoint = open(single(&[("a", b"abc")])).unwrap();
         let mut short = [0; 2];
         assert!(read(&checkpoint, Some(&mut short), HASHED, &Cancel::default()).is_err());
     }

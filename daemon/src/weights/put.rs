@@ -12,14 +12,16 @@ use flextensord_proto::limit;
 
 pub use super::declaration::Declaration;
 use super::{
-    claim::{Build, Call, Claim, Room},
-    declaration::place,
+    claim::{Build, Call, Claim},
+    declaration::{TEXT_BYTES, place},
     digest,
     error::WeightError,
     load::{self, Outcome, SetRequest},
     loader::Watch,
     manifest::Manifest,
     registry::{WeightSet, WeightStore},
+    room::Room,
+    shares::Share,
 };
 
 /// A put under way. Dropped before [`PutSession::finish`] it leaves nothing behind.
@@ -28,8 +30,11 @@ pub struct PutSession {
     store: Arc<WeightStore>,
     request: SetRequest,
     declared: Vec<Declaration>,
+    text_bytes: u64,
     stage: Stage,
     _call: Call,
+    // last: what it stands for goes before it
+    share: Share,
 }
 
 #[derive(Debug)]
@@ -70,9 +75,11 @@ impl PutSession {
         request.check()?;
         Ok(Self {
             _call: store.admit(request.uid)?,
+            share: store.declarations.none(request.uid),
             store: Arc::clone(store),
             request,
             declared: Vec::new(),
+            text_bytes: 0,
             stage: Stage::Declaring,
         })
     }
@@ -80,7 +87,8 @@ impl PutSession {
     /// Declares tensors; all of them come before the first bytes.
     ///
     /// # Errors
-    /// When bytes have come already, or there are too many tensors.
+    /// When bytes have come already, there are too many tensors, their names and shapes
+    /// are too long, or too much is declared by all puts under way.
     pub fn declare(&mut self, tensors: Vec<Declaration>) -> Result<(), WeightError> {
         let count = self.declared.len().saturating_add(tensors.len());
         let rule = match self.stage {
@@ -89,6 +97,15 @@ impl PutSession {
                 format!("at most {} tensors", limit::TENSORS)
             }
             Stage::Declaring => {
+                let text: u64 = tensors.iter().map(Declaration::text_bytes).sum();
+                let all = self.text_bytes.saturating_add(text);
+                if all > TEXT_BYTES {
+                    let rule = format!("names and shapes of at most {TEXT_BYTES} bytes");
+                    return Err(WeightError::argument("tensors", all, rule));
+                }
+                let fixed = tensors.len().saturating_mul(size_of::<Declaration>());
+                self.share.grow(text.saturating_add(fixed as u64))?;
+                self.text_bytes = all;
                 self.declared.extend(tensors);
                 return Ok(());
             }
@@ -161,17 +178,21 @@ impl PutSession {
     /// [`WeightError::Aborted`] when bytes are missing; see [`WeightStore::load`] for
     /// the others.
     pub fn finish(mut self, watch: &dyn Watch) -> Result<Outcome, WeightError> {
-        self.writing(watch)?;
+        if let Stage::Declaring = self.stage {
+            let (manifest, owners) = self.placed()?;
+            // nothing is reserved, and nobody evicted, for bytes that never came
+            if manifest.logical_bytes() > 0 {
+                return Err(ended_early(0, manifest.logical_bytes()));
+            }
+            self.begin(manifest, owners, watch)?;
+        }
         let Stage::Writing(writing) = std::mem::replace(&mut self.stage, Stage::Declaring) else {
             return Err(WeightError::Internal("a put without a stage"));
         };
         let came: u64 = writing.written.iter().sum();
         let wanted = writing.manifest.logical_bytes();
         if came != wanted {
-            return Err(WeightError::Aborted {
-                what: "put",
-                reason: format!("its stream ended after {came} of {wanted} bytes"),
-            });
+            return Err(ended_early(came, wanted));
         }
         match writing.target {
             Target::Segment { mut room, build } => {
@@ -210,16 +231,8 @@ impl PutSession {
 
     fn writing(&mut self, watch: &dyn Watch) -> Result<&mut Writing, WeightError> {
         if let Stage::Declaring = self.stage {
-            let declared = std::mem::take(&mut self.declared);
-            let (manifest, owners) = place(declared)?;
-            let target = self.target(&manifest, watch)?;
-            let written = vec![0; manifest.storages().len()];
-            self.stage = Stage::Writing(Box::new(Writing {
-                manifest,
-                owners,
-                written,
-                target,
-            }));
+            let (manifest, owners) = self.placed()?;
+            self.begin(manifest, owners, watch)?;
         }
         match &mut self.stage {
             Stage::Writing(writing) => Ok(writing),
@@ -227,12 +240,37 @@ impl PutSession {
         }
     }
 
+    fn placed(&mut self) -> Result<(Manifest, HashMap<String, usize>), WeightError> {
+        if self.declared.is_empty() {
+            let rule = "no tensors: a set has at least one";
+            return Err(WeightError::argument("tensors", 0, rule));
+        }
+        place(std::mem::take(&mut self.declared))
+    }
+
+    fn begin(
+        &mut self,
+        manifest: Manifest,
+        owners: HashMap<String, usize>,
+        watch: &dyn Watch,
+    ) -> Result<(), WeightError> {
+        let target = self.target(&manifest, watch)?;
+        let written = vec![0; manifest.storages().len()];
+        self.stage = Stage::Writing(Box::new(Writing {
+            manifest,
+            owners,
+            written,
+            target,
+        }));
+        Ok(())
+    }
+
     fn target(&self, manifest: &Manifest, watch: &dyn Watch) -> Result<Target, WeightError> {
         match self.store.claim(self.request.key(manifest), watch)? {
             Claim::Build(build) => {
                 let total = manifest.logical_bytes();
                 build.progress.total.store(total, Ordering::Relaxed);
-                let room = self.store.room(manifest)?;
+                let room = self.store.room(self.request.uid, manifest, watch)?;
                 Ok(Target::Segment { room, build })
             }
             Claim::Live(set) => {
@@ -249,6 +287,13 @@ impl PutSession {
                 Ok(Target::Compare { set, tensors })
             }
         }
+    }
+}
+
+fn ended_early(came: u64, wanted: u64) -> WeightError {
+    WeightError::Aborted {
+        what: "put",
+        reason: format!("its stream ended after {came} of {wanted} bytes"),
     }
 }
 

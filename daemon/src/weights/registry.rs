@@ -1,4 +1,4 @@
-//! The store of live weight sets: names, attachments, eviction.
+//! The store of live weight sets: names, attachments, removal.
 //!
 //! Names are per user. A name is looked for among the caller's own sets first, then
 //! among those that other users share, lowest user id first; another user's unshared
@@ -14,17 +14,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::segment;
+use flextensord_device::{heap, segment};
 
 pub use super::set::{Attachment, Identity, WeightSet};
 use super::{
     budget::{Budget, HostMemory},
+    checkpoint,
     claim::{BuildProgress, Key},
+    declaration,
     error::WeightError,
     leftovers,
+    loader::Watch,
     pinning::Pinner,
     record,
+    room::Builders,
     set::Attacher,
+    shares::Shares,
 };
 use crate::state::StateDirectory;
 
@@ -53,9 +58,9 @@ pub struct HostFigures {
     pub budget_bytes: u64,
     /// What sets that limit.
     pub budget_limited_by: String,
-    /// Bytes of live segments and of those that are being filled.
+    /// Bytes of the segments of sets.
     pub segment_bytes: u64,
-    /// Bytes reserved for segments that are not there yet.
+    /// Bytes reserved for loads and puts under way, until each is a set or gone.
     pub reserved_bytes: u64,
     /// Directory for segments.
     pub shm_dir: PathBuf,
@@ -69,6 +74,9 @@ pub struct WeightStore {
     settings: WeightSettings,
     state: StateDirectory,
     pub(super) budget: Arc<Budget>,
+    pub(super) builders: Builders,
+    pub(super) headers: Arc<Shares>,
+    pub(super) declarations: Arc<Shares>,
     clock: Arc<AtomicU64>,
     sets: Mutex<Sets>,
     /// Told when a build ends.
@@ -82,6 +90,7 @@ pub struct WeightStore {
 pub(super) struct Sets {
     pub(super) live: BTreeMap<Key, Arc<WeightSet>>,
     pub(super) building: HashMap<Key, Arc<BuildProgress>>,
+    is_closed: bool,
 }
 
 impl WeightStore {
@@ -106,8 +115,12 @@ impl WeightStore {
         flextensord_proto::name::check(&settings.instance)
             .map_err(|e| WeightError::name("instance", &settings.instance, &e))?;
         segment::free_bytes(&settings.shm_dir)?;
+        heap::keep_little();
         Ok(Arc::new(Self {
             budget: Budget::new(settings.host_limit, host),
+            builders: Builders::default(),
+            headers: checkpoint::shares(),
+            declarations: declaration::shares(),
             settings,
             state,
             clock: Arc::new(AtomicU64::new(1)),
@@ -174,7 +187,7 @@ impl WeightStore {
     }
 
     /// Removes the set `name` of `uid`, or, for an admin without such a set of its own,
-    /// another user's. Returns the bytes of its segment.
+    /// another user's: a shared one first, then the one of the lowest user id. Returns the bytes of its segment.
     ///
     /// # Errors
     /// [`WeightError::NotFound`], [`WeightError::NotOwner`], [`WeightError::InUse`], or
@@ -203,48 +216,14 @@ impl WeightStore {
         Ok(set.segment().bytes())
     }
 
-    /// Removes sets that nobody is attached to, least recently used first, until
-    /// `bytes` bytes of segments are gone; none when there are not that many.
-    /// Returns the bytes of the segments removed.
-    pub fn evict(&self, bytes: u64) -> u64 {
-        let mut sets = self.sets();
-        let mut idle: Vec<_> = sets
-            .live
-            .values()
-            // whoever else holds it keeps its memory
-            .filter(|set| set.attachments() == 0 && Arc::strong_count(set) == 1)
-            .cloned()
-            .collect();
-        idle.sort_by_key(|set| set.last_use());
-        let possible: u64 = idle.iter().map(|set| set.segment().bytes()).sum();
-        let mut freed = 0;
-        if possible < bytes {
-            return freed;
-        }
-        for set in &idle {
-            if freed >= bytes {
-                break;
-            }
-            match self.take_out(&mut sets, set) {
-                Ok(()) => {
-                    tracing::info!(set = set.id(), name = set.name(), "weight set evicted");
-                    freed += set.segment().bytes();
-                }
-                Err(e) => tracing::warn!(set = set.id(), "weight set not evicted: {e}"),
-            }
-        }
-        // unmapping comes after the lock is given back
-        drop(sets);
-        freed
-    }
-
     /// Builds no new sets: the daemon drains. Sets under way are finished.
     pub fn refuse_new(&self) {
         self.refuses_new.store(true, Ordering::SeqCst);
     }
 
     /// Removes all sets: the daemon stops. Their memory goes with its last holder. Loads
-    /// under way are given a moment to undo what they began.
+    /// under way are given a moment to undo what they began; of one that hangs in the read
+    /// of a file the names are removed, so that a successor starts clean.
     pub fn close(&self) {
         self.refuses_new.store(true, Ordering::SeqCst);
         self.settings.pinner.close();
@@ -254,10 +233,17 @@ impl WeightStore {
             let waited = self.changed.wait_timeout(sets, CLOSE / 20);
             sets = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+        sets.is_closed = true;
         let all: Vec<_> = sets.live.values().cloned().collect();
         for set in all {
             if let Err(error) = self.take_out(&mut sets, &set) {
                 tracing::warn!(set = set.id(), %error, "weight set left behind");
+            }
+        }
+        let (directory, instance) = (&self.settings.shm_dir, &self.settings.instance);
+        for id in self.builders.close(directory, instance) {
+            if let Err(error) = self.state.remove(&record::file_name(&id)) {
+                tracing::warn!(set = id, %error, "state of a weight set left behind");
             }
         }
     }
@@ -269,8 +255,8 @@ impl WeightStore {
         HostFigures {
             budget_bytes: figures.limit,
             budget_limited_by: figures.limited_by,
-            segment_bytes: figures.allocated,
-            reserved_bytes: figures.pending,
+            segment_bytes: figures.live,
+            reserved_bytes: figures.building,
             shm_dir: self.settings.shm_dir.clone(),
             shm_free_bytes: segment::free_bytes(&self.settings.shm_dir).unwrap_or(0),
         }
@@ -307,19 +293,31 @@ impl WeightStore {
         Ok(is_live)
     }
 
-    /// Makes a set live, unless one of its name has come in between, which is returned.
-    pub(crate) fn insert(&self, set: Arc<WeightSet>) -> Result<(), Arc<WeightSet>> {
+    /// Makes a set live, unless one of its name has come in between, its caller is gone
+    /// or the daemon stops.
+    pub(crate) fn insert(&self, set: Arc<WeightSet>, watch: &dyn Watch) -> Result<(), WeightError> {
         let mut sets = self.sets();
+        if watch.is_cancelled() {
+            return Err(WeightError::gone("load"));
+        }
+        if sets.is_closed {
+            return Err(WeightError::stopping());
+        }
         let key = (set.owner_uid(), set.name().to_owned());
-        if let Some(other) = sets.live.get(&key) {
-            return Err(Arc::clone(other));
+        if sets.live.contains_key(&key) {
+            // only a set that was given another's digest as its name can be there
+            return Err(WeightError::ContentDiffers {
+                name: set.name().to_owned(),
+                tensor: String::new(),
+                difference: "its name is the digest of other content".to_owned(),
+            });
         }
         self.touch(&set);
         sets.live.insert(key, set);
         Ok(())
     }
 
-    fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
+    pub(super) fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
         self.state.remove(&record::file_name(set.id()))?;
         sets.live.remove(&(set.owner_uid(), set.name().to_owned()));
         Ok(())

@@ -15,6 +15,7 @@ use super::{
     digest::{self, Digest},
     manifest::Manifest,
     pinning::Pinned,
+    shares,
 };
 
 /// What tells that two sets have the same content.
@@ -44,6 +45,18 @@ pub struct WeightSet {
     loaded_at: u64,
     attached: Mutex<Attached>,
     last_use: AtomicU64,
+    // last: the heap is looked at after the manifest is gone from it
+    _trim: TrimOnDrop,
+}
+
+/// Gives the heap back after a manifest of many tensors is gone.
+#[derive(Debug)]
+struct TrimOnDrop(u64);
+
+impl Drop for TrimOnDrop {
+    fn drop(&mut self) {
+        shares::trim(self.0);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -79,7 +92,9 @@ pub(crate) struct NewSet {
 
 impl WeightSet {
     pub(crate) fn new(new: NewSet) -> Self {
+        let entries = size_of_val(new.manifest.tensors());
         Self {
+            _trim: TrimOnDrop(entries as u64),
             pinned: new.pinned,
             segment: new.segment,
             _reservation: new.reservation,

@@ -17,6 +17,7 @@ use crate::{
     channel::ticket::OfferedFile,
     weights::{
         checkpoint::fixture,
+        load::SetRequest,
         registry::fixture::{Scratch, named},
     },
 };
@@ -109,7 +110,9 @@ impl Served {
 
     async fn is_empty_soon(&self) -> bool {
         for _ in 0..500 {
-            if self.scratch.files() == (0, 0) && self.scratch.store.host().segment_bytes == 0 {
+            let host = self.scratch.store.host();
+            if self.scratch.files() == (0, 0) && (host.segment_bytes, host.reserved_bytes) == (0, 0)
+            {
                 return true;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -430,10 +433,33 @@ async fn a_client_that_goes_away_in_mid_put_leaves_nothing() {
             .unwrap();
     }
     let call = tokio::spawn(async move { client.put(ReceiverStream::new(receiver)).await });
-    while served.scratch.store.host().segment_bytes == 0 {
+    while served.scratch.store.host().reserved_bytes == 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     call.abort();
     assert!(served.is_empty_soon().await);
     drop(sender);
+}
+
+#[tokio::test]
+async fn an_administrator_lists_all_sets_with_their_owners_and_drops_its_own_first() {
+    let served = Served::new().await;
+    let own = Served::peer().uid;
+    for uid in [own, 1234] {
+        let request = SetRequest { uid, ..named("m") };
+        served.scratch.load(&request, &[("a", b"1")]).unwrap();
+    }
+    let mut client = served.client.clone();
+    let mut owners = Vec::new();
+    for round in ["0", "1", "2"] {
+        let list = client.list(v1::ListRequest::default()).await.unwrap();
+        let sets = list.into_inner().sets;
+        owners.push(sets.iter().map(|set| set.owner_uid).collect::<Vec<_>>());
+        let request = v1::DropRequest {
+            request_id: format!("{ID}{round}"),
+            name: "m".to_owned(),
+        };
+        assert_eq!(client.drop(request).await.is_ok(), !sets.is_empty());
+    }
+    assert_eq!(owners, [vec![own, 1234], vec![1234], vec![]]);
 }

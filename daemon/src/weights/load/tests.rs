@@ -190,15 +190,53 @@ fn a_state_directory_that_refuses_leaves_no_set() {
 }
 
 #[test]
-fn sets_without_bytes_or_without_tensors_are_legal() {
+fn tensors_without_bytes_are_legal_and_files_without_tensors_are_not() {
     let scratch = Scratch::new(None);
     let empty = scratch
         .load(&named("m"), &[("a", b""), ("b", b"")])
         .unwrap()
         .set;
     assert_eq!(empty.segment().bytes(), 4096);
-    scratch.load(&named("n"), &[]).unwrap();
-    assert!(scratch.load(&named("n"), &[]).unwrap().attached);
+    let metadata = br#"!!!!!!!!{"__metadata__":{"format":"pt"}}"#;
+    let mut metadata = metadata.to_vec();
+    let length = metadata.len() as u64 - 8;
+    metadata[..8].copy_from_slice(&length.to_le_bytes());
+    for content in [bytes(&[]), metadata] {
+        let files = vec![source("none.safetensors", &content)];
+        let error = scratch.store.load(&named("n"), files, &Cancel::default());
+        let error = error.unwrap_err();
+        assert!(matches!(error, WeightError::Checkpoint { .. }));
+        assert!(error.to_string().contains("no tensors"), "{error}");
+    }
+    assert_eq!(scratch.files(), (1, 1));
+}
+
+/// A caller that goes away when the last byte has been read.
+#[derive(Default)]
+struct Late(Cancel);
+
+impl Watch for Late {
+    fn progress(&self, done: u64, total: u64) {
+        if done == total {
+            self.0.set();
+        }
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.0.is_cancelled()
+    }
+}
+
+#[test]
+fn a_load_whose_caller_leaves_after_the_last_byte_becomes_no_set() {
+    let scratch = Scratch::new(None);
+    let load = scratch
+        .store
+        .load(&named("m"), single(ONE), &Late::default());
+    let error = load.unwrap_err();
+    assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+    assert!(scratch.store.all().is_empty());
+    assert_eq!(scratch.files(), (0, 0));
 }
 
 #[test]
@@ -215,4 +253,66 @@ fn a_segment_takes_little_more_than_its_tensors() {
     let found = std::fs::metadata(set.segment().path()).unwrap();
     let taken = std::os::unix::fs::MetadataExt::blocks(&found) * 512;
     assert!(taken <= (40 * (BYTES + 256) + 4096) as u64, "{taken}");
+}
+
+/// A caller whose load hangs where a read of its file would.
+#[derive(Default)]
+struct Hung {
+    cancel: Cancel,
+    open: std::sync::atomic::AtomicBool,
+}
+
+impl Watch for Hung {
+    fn progress(&self, _done: u64, _total: u64) {
+        while !self.open.load(std::sync::atomic::Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
+}
+
+#[test]
+fn a_load_that_hangs_in_a_read_keeps_its_reservation_and_leaves_nothing_after_a_stop() {
+    let scratch = Scratch::new(None);
+    let hung = Hung::default();
+    std::thread::scope(|scope| {
+        let load = scope.spawn(|| scratch.store.load(&named("m"), single(ONE), &hung));
+        while scratch.files().0 == 0 || scratch.store.host().reserved_bytes == 0 {
+            std::thread::yield_now();
+        }
+        // the caller goes away, which the thread cannot see
+        hung.cancel.set();
+        let host = scratch.store.host();
+        assert_eq!((host.reserved_bytes, host.segment_bytes), (4096, 0));
+        assert_eq!(scratch.files(), (1, 0));
+        scratch.store.close();
+        assert_eq!(scratch.files(), (0, 0));
+        assert_eq!(scratch.store.host().reserved_bytes, 4096);
+        hung.open.store(true, std::sync::atomic::Ordering::Relaxed);
+        let error = load.join().unwrap().unwrap_err();
+        assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+    });
+    assert_eq!(scratch.store.host().reserved_bytes, 0);
+    assert_eq!(scratch.files(), (0, 0));
+}
+
+#[test]
+fn a_load_that_outlives_the_stop_becomes_no_set() {
+    let scratch = Scratch::new(None);
+    let hung = Hung::default();
+    std::thread::scope(|scope| {
+        let load = scope.spawn(|| scratch.store.load(&named("m"), single(ONE), &hung));
+        while scratch.files().0 == 0 {
+            std::thread::yield_now();
+        }
+        scratch.store.close();
+        hung.open.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(load.join().unwrap().is_err());
+    });
+    assert!(scratch.store.all().is_empty());
+    assert_eq!(scratch.files(), (0, 0));
+    assert!(scratch.load(&named("n"), ONE).is_err());
 }

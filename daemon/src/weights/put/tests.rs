@@ -109,10 +109,10 @@ fn a_put_that_ends_early_leaves_nothing_and_frees_the_name() {
     let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
     session.declare(vec![tensor("a", 3)]).unwrap();
     session.write("a", 0, b"1", &Cancel::default()).unwrap();
-    assert_eq!(scratch.store.host().segment_bytes, 4096);
+    assert_eq!(scratch.store.host().reserved_bytes, 4096);
     drop(session);
     assert_eq!(scratch.files(), (0, 0));
-    assert_eq!(scratch.store.host().segment_bytes, 0);
+    assert_eq!(scratch.store.host().reserved_bytes, 0);
     let data: Data = &[("a", 0, b"123")];
     assert!(put(&scratch, named("m"), vec![tensor("a", 3)], data).is_ok());
 }
@@ -245,4 +245,93 @@ fn a_content_id_vouches_for_bytes_that_are_put() {
             .unwrap()
             .attached
     );
+}
+
+#[test]
+fn a_put_that_declares_and_sends_nothing_evicts_nobody() {
+    let scratch = Scratch::new(Some(2 * 4096));
+    let one: &[(&str, &[u8])] = &[("a", b"123")];
+    scratch.load(&named("kept"), one).unwrap();
+    let declared = || vec![tensor("a", 2 * 4096)];
+    let error = put(&scratch, named("m"), declared(), &[]).unwrap_err();
+    assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+    assert_eq!(scratch.files(), (1, 1));
+    let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
+    session.declare(declared()).unwrap();
+    drop(session);
+    assert_eq!(scratch.files(), (1, 1));
+    // with its first bytes it may make room
+    let data: Data = &[("a", 0, &[7; 2 * 4096])];
+    put(&scratch, named("m"), declared(), data).unwrap();
+    assert_eq!(scratch.store.all()[0].name(), "m");
+}
+
+#[test]
+fn a_put_without_tensors_is_refused() {
+    let scratch = Scratch::new(None);
+    for data in [&[] as Data, &[("a", 0, b"")]] {
+        let error = put(&scratch, named("m"), vec![], data).unwrap_err();
+        assert!(
+            matches!(&error, WeightError::Argument { field, .. } if field == "tensors"),
+            "{error}"
+        );
+        assert!(error.to_string().contains("no tensors"), "{error}");
+    }
+    assert_eq!(scratch.files(), (0, 0));
+}
+
+#[test]
+fn a_put_whose_caller_is_gone_when_it_ends_becomes_no_set() {
+    let scratch = Scratch::new(None);
+    for bytes in [0, 3] {
+        let cancel = Cancel::default();
+        let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
+        session.declare(vec![tensor("a", bytes)]).unwrap();
+        if bytes > 0 {
+            session.write("a", 0, b"123", &cancel).unwrap();
+        }
+        cancel.set();
+        let error = session.finish(&cancel).unwrap_err();
+        assert!(matches!(error, WeightError::Aborted { .. }), "{error}");
+        assert_eq!(scratch.files(), (0, 0));
+    }
+}
+
+#[test]
+fn declarations_without_end_are_refused_and_give_their_share_back() {
+    let scratch = Scratch::new(None);
+    let long = |name: usize| Declaration {
+        shape: vec![1; 64],
+        stride: vec![0; 64],
+        ..tensor(&name.to_string(), 1)
+    };
+    let thousand = || (0..1000).map(long).collect::<Vec<_>>();
+    let mut sessions = Vec::new();
+    let refused = loop {
+        let mut session = PutSession::new(&scratch.store, named("m")).unwrap();
+        let error = loop {
+            if let Err(e) = session.declare(thousand()) {
+                break e;
+            }
+        };
+        sessions.push(session);
+        if matches!(error, WeightError::TooMany { .. }) {
+            break error;
+        }
+        assert!(
+            matches!(&error, WeightError::Argument { rule, .. } if rule.contains("67108864")),
+            "{error}"
+        );
+    };
+    assert!(refused.to_string().contains("declarations"), "{refused}");
+    assert!(sessions.len() <= 4, "{}", sessions.len());
+    let other = SetRequest {
+        uid: 2,
+        ..named("m")
+    };
+    let mut other = PutSession::new(&scratch.store, other).unwrap();
+    other.declare(thousand()).unwrap();
+    drop(sessions);
+    let mut again = PutSession::new(&scratch.store, named("m")).unwrap();
+    again.declare(thousand()).unwrap();
 }

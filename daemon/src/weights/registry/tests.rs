@@ -12,7 +12,7 @@ fn a_set_stays_while_it_is_attached_and_leaves_nothing_when_dropped() {
     assert_eq!(set.attached_by()[0].manager, "manager-a");
     let error = scratch.store.remove(1, false, "m").unwrap_err();
     assert!(matches!(error, WeightError::InUse { managers: 1, .. }));
-    assert_eq!(scratch.store.evict(1), 0);
+    assert_eq!(scratch.store.evict(1, 1), 0);
     drop(attachment);
     assert_eq!(scratch.store.remove(1, false, "m").unwrap(), 4096);
     assert_eq!(scratch.store.host().segment_bytes, 4096);
@@ -104,6 +104,67 @@ fn unattached_sets_make_room_least_recently_used_first() {
     scratch.load(&named("e"), &[("w", &[0; 3 * 4096])]).unwrap();
     assert_eq!(names(&scratch), ["e"]);
     assert_eq!(scratch.files(), (1, 1));
+}
+
+fn names(scratch: &Scratch) -> Vec<(u32, String)> {
+    let sets = scratch.store.all();
+    let named = |set: &Arc<WeightSet>| (set.owner_uid(), set.name().to_owned());
+    sets.iter().map(named).collect()
+}
+
+#[test]
+fn one_users_load_never_evicts_anothers_set() {
+    let scratch = Scratch::new(Some(3 * 4096));
+    let of = |uid, name| SetRequest { uid, ..named(name) };
+    for request in [of(2, "theirs"), of(1, "old"), of(1, "new")] {
+        scratch.load(&request, ONE).unwrap();
+    }
+    // two of three pages are the most that user 1 can have
+    let error = scratch.load(&named("big"), &[("w", &[0; 3 * 4096])]);
+    assert!(matches!(error, Err(WeightError::HostMemory { .. })));
+    assert_eq!(scratch.store.all().len(), 3);
+    scratch
+        .load(&named("big"), &[("w", &[0; 2 * 4096])])
+        .unwrap();
+    let left = [(1, "big".to_owned()), (2, "theirs".to_owned())];
+    assert_eq!(names(&scratch), left);
+    // an administrator may evict anybody's, its own first
+    scratch.store.remove(1, false, "big").unwrap();
+    for name in ["a", "b"] {
+        scratch.load(&of(0, name), ONE).unwrap();
+    }
+    scratch.load(&of(0, "c"), ONE).unwrap();
+    let left = [(0, "b"), (0, "c"), (2, "theirs")].map(|(uid, name)| (uid, name.to_owned()));
+    assert_eq!(names(&scratch), left);
+    scratch.load(&of(0, "d"), &[("w", &[0; 3 * 4096])]).unwrap();
+    assert_eq!(names(&scratch), [(0, "d".to_owned())]);
+}
+
+#[test]
+fn nobody_is_evicted_for_a_segment_that_the_file_system_cannot_hold() {
+    let scratch = Scratch::new(Some(1 << 40));
+    scratch.load(&named("kept"), ONE).unwrap();
+    let free = segment::free_bytes(scratch.shm.path()).unwrap();
+    let manifest = super::super::manifest::Manifest::place(
+        vec![super::super::manifest::TensorEntry {
+            name: "w".to_owned(),
+            dtype: "U8".to_owned(),
+            shape: vec![free + (1 << 30)],
+            stride: Vec::new(),
+            bytes: free + (1 << 30),
+            storage: 0,
+            storage_offset: 0,
+        }],
+        &[free + (1 << 30)],
+    );
+    let cancel = super::super::loader::Cancel::default();
+    let error = scratch.store.room(1, &manifest.unwrap(), &cancel);
+    assert!(matches!(
+        error.unwrap_err(),
+        WeightError::Segment(segment::SegmentError::Full { .. })
+    ));
+    assert_eq!(names(&scratch), [(1, "kept".to_owned())]);
+    assert_eq!(scratch.store.host().reserved_bytes, 0);
 }
 
 #[test]

@@ -12,7 +12,7 @@ pub enum HeaderError {
         bytes: u64,
     },
     /// A header over the limit.
-    #[error("header of {bytes} bytes is over the limit of {HEADER_BYTES}")]
+    #[error("header of {bytes} bytes is over the limit of {HEADER_BYTES} (32 MiB)")]
     HeaderLength {
         /// Bytes that the file claims.
         bytes: u64,

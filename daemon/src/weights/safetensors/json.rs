@@ -1,87 +1,222 @@
-//! JSON objects whose keys are all different, which the header and the index are.
+//! The JSON of a header and of an index, read without keeping more than is needed, and
+//! given up when the caller is gone.
 
-use std::{collections::HashSet, fmt, marker::PhantomData};
+use std::{collections::HashMap, fmt};
 
 use flextensord_proto::limit;
 use serde::{
     Deserialize, Deserializer,
-    de::{Error as _, MapAccess, Visitor},
+    de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
+
+use super::super::loader::Watch;
+
+const METADATA: &str = "__metadata__";
 
 /// A tensor's entry in the header. Other keys are ignored, as the reference reader does.
 #[derive(Deserialize)]
 pub(crate) struct Entry {
     pub(crate) dtype: String,
+    #[serde(deserialize_with = "shape")]
     pub(crate) shape: Vec<u64>,
     pub(crate) data_offsets: [u64; 2],
 }
 
-/// Tensors by name, each once, without the free-form `__metadata__`.
-pub(crate) struct Header(pub(crate) Vec<(String, Entry)>);
+fn shape<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
+    struct Dimensions;
+    impl<'de> Visitor<'de> for Dimensions {
+        type Value = Vec<u64>;
 
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
-            type Value = Header;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("tensors by name")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
-                let mut seen = HashSet::new();
-                let mut entries = Vec::new();
-                while let Some(key) = map.next_key::<String>()? {
-                    if key == "__metadata__" {
-                        map.next_value::<UniqueMap<String>>()?;
-                    } else if entries.len() == limit::TENSORS {
-                        let text = format!("more than {} tensors", limit::TENSORS);
-                        return Err(A::Error::custom(text));
-                    } else {
-                        entries.push((key.clone(), map.next_value()?));
-                    }
-                    once::<A::Error>(&mut seen, key)?;
-                }
-                Ok(Header(entries))
-            }
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("dimensions")
         }
-        deserializer.deserialize_map(Entries)
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<u64>, A::Error> {
+            let mut shape = Vec::new();
+            while let Some(dimension) = seq.next_element()? {
+                if shape.len() == limit::DIMENSIONS {
+                    let text = format!("a shape of more than {} dimensions", limit::DIMENSIONS);
+                    return Err(A::Error::custom(text));
+                }
+                shape.push(dimension);
+            }
+            Ok(shape)
+        }
+    }
+    deserializer.deserialize_seq(Dimensions)
+}
+
+/// Reads a header: tensors by name, each once, without the free-form `__metadata__`, of
+/// which nothing is kept.
+pub(crate) struct Header<'a>(pub(crate) &'a dyn Watch);
+
+impl<'de> DeserializeSeed<'de> for Header<'_> {
+    type Value = Vec<(String, Entry)>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
+        from.deserialize_map(self)
     }
 }
 
-/// A JSON object whose keys are all different.
-pub(crate) struct UniqueMap<V>(pub(crate) Vec<(String, V)>);
+impl<'de> Visitor<'de> for Header<'_> {
+    type Value = Vec<(String, Entry)>;
 
-impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Pairs<V>(PhantomData<V>);
-        impl<'de, V: Deserialize<'de>> Visitor<'de> for Pairs<V> {
-            type Value = UniqueMap<V>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("tensors by name")
+    }
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<UniqueMap<V>, A::Error> {
-                let mut seen = HashSet::new();
-                let mut pairs = Vec::new();
-                while let Some((key, value)) = map.next_entry::<String, V>()? {
-                    once::<A::Error>(&mut seen, key.clone())?;
-                    pairs.push((key, value));
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut has_metadata = false;
+        let mut entries: Self::Value = Vec::new();
+        while let Some(key) = map.next_key::<String>()? {
+            look(self.0)?;
+            if key == METADATA {
+                if has_metadata {
+                    return Err(twice(&key));
                 }
-                Ok(UniqueMap(pairs))
+                has_metadata = true;
+                map.next_value_seed(Metadata(self.0))?;
+            } else if entries.len() == limit::TENSORS {
+                return Err(too_many());
+            } else {
+                entries.push((key, map.next_value()?));
             }
         }
-        deserializer.deserialize_map(Pairs(PhantomData))
+        let mut names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
+        names.sort_unstable();
+        match names.windows(2).find(|pair| pair.first() == pair.last()) {
+            Some(pair) => Err(twice(pair.first().copied().unwrap_or_default())),
+            None => Ok(entries),
+        }
     }
 }
 
-fn once<E: serde::de::Error>(seen: &mut HashSet<String>, key: String) -> Result<(), E> {
-    if seen.contains(&key) {
-        let shown: String = key.chars().take(64).collect();
-        return Err(E::custom(format!("key {shown:?} appears twice")));
+/// Strings by name, of which nothing is kept.
+struct Metadata<'a>(&'a dyn Watch);
+
+impl<'de> DeserializeSeed<'de> for Metadata<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_map(self)
     }
-    seen.insert(key);
+}
+
+impl<'de> Visitor<'de> for Metadata<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of strings")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while map.next_entry::<Skipped, Skipped>()?.is_some() {
+            look(self.0)?;
+        }
+        Ok(())
+    }
+}
+
+/// A string that is not kept.
+struct Skipped;
+
+impl<'de> Deserialize<'de> for Skipped {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Text;
+        impl Visitor<'_> for Text {
+            type Value = Skipped;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_str<E: Error>(self, _: &str) -> Result<Skipped, E> {
+                Ok(Skipped)
+            }
+        }
+        from.deserialize_str(Text)
+    }
+}
+
+/// Reads an index: its `weight_map`, file by tensor, each tensor once.
+pub(crate) struct Index<'a>(pub(crate) &'a dyn Watch);
+
+impl<'de> DeserializeSeed<'de> for Index<'_> {
+    type Value = HashMap<String, String>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Index<'_> {
+    type Value = HashMap<String, String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with a weight_map")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut found = None;
+        while let Some(key) = map.next_key::<String>()? {
+            look(self.0)?;
+            if key != "weight_map" {
+                map.next_value::<IgnoredAny>()?;
+            } else if found.is_some() {
+                return Err(twice(&key));
+            } else {
+                found = Some(map.next_value_seed(WeightMap(self.0))?);
+            }
+        }
+        found.ok_or_else(|| A::Error::missing_field("weight_map"))
+    }
+}
+
+struct WeightMap<'a>(&'a dyn Watch);
+
+impl<'de> DeserializeSeed<'de> for WeightMap<'_> {
+    type Value = HashMap<String, String>;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Self::Value, D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for WeightMap<'_> {
+    type Value = HashMap<String, String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("files by tensor")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut files = HashMap::new();
+        while let Some(tensor) = map.next_key::<String>()? {
+            look(self.0)?;
+            if files.len() == limit::TENSORS {
+                return Err(too_many());
+            }
+            if files.contains_key(&tensor) {
+                return Err(twice(&tensor));
+            }
+            files.insert(tensor, map.next_value()?);
+        }
+        Ok(files)
+    }
+}
+
+fn look<E: Error>(watch: &dyn Watch) -> Result<(), E> {
+    if watch.is_cancelled() {
+        return Err(E::custom("given up"));
+    }
     Ok(())
+}
+
+fn too_many<E: Error>() -> E {
+    E::custom(format!("more than {} tensors", limit::TENSORS))
+}
+
+fn twice<E: Error>(key: &str) -> E {
+    let shown: String = key.chars().take(64).collect();
+    E::custom(format!("key {shown:?} appears twice"))
 }
