@@ -89,6 +89,7 @@ impl Rooms {
         let devices = manage(devices, instance, &notice, &to_reclaim)?;
         let manager_settings = ManagerSettings {
             limit: settings.max_managers,
+            daemon_uid: nix::unistd::geteuid().as_raw(),
             resume_grace: settings.resume_grace,
             poison_released: settings.poison_released,
         };

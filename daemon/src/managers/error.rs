@@ -147,6 +147,14 @@ pub enum ManagerError {
         /// The limit.
         limit: usize,
     },
+    /// Too many managers of one user.
+    #[error("user {uid} has {limit} managers, the limit of a user: half of max_managers")]
+    TooManyOfUser {
+        /// The user.
+        uid: u32,
+        /// The limit.
+        limit: usize,
+    },
     /// The daemon takes nothing new.
     #[error("the daemon drains and takes no new managers")]
     Draining,

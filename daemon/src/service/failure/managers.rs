@@ -106,8 +106,16 @@ impl From<ManagerError> for Failure {
                 .with("part", part)
                 .with("waited_ms", waited_ms),
             E::TooMany { limit } => Failure::new(Kind::TooMany, Origin::Daemon, text)
+                .with("whose", "all users")
                 .with("limit", limit)
                 .with("remedy", "raise max_managers or close managers"),
+            E::TooManyOfUser { uid, limit } => client(Kind::TooMany)
+                .with("whose", format!("user {uid}"))
+                .with("limit", limit)
+                .with(
+                    "remedy",
+                    "close managers of this user, or raise max_managers",
+                ),
             E::Draining => Failure::new(Kind::Draining, Origin::Daemon, text)
                 .with("remedy", "try again when the daemon's successor serves"),
             E::NotAllowed { uid, what } => client(Kind::PermissionDenied)
@@ -246,6 +254,24 @@ pub fn device(error: DeviceError) -> Failure {
         DeviceError::Cuda(error) => driver(Kind::Device, text, &error),
         DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
             Failure::new(Kind::Device, Origin::Driver, text)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_on_managers_says_whose_it_is() {
+        for (error, whose) in [
+            (ManagerError::TooMany { limit: 4 }, "all users"),
+            (ManagerError::TooManyOfUser { uid: 7, limit: 2 }, "user 7"),
+        ] {
+            let failure = Failure::from(error);
+            assert_eq!(failure.kind, Kind::TooMany);
+            assert_eq!(failure.details["whose"], whose);
+            assert!(failure.message.contains("the limit"), "{failure}");
         }
     }
 }
