@@ -382,12 +382,9 @@ fn async_stream(lease: OpenLease) -> impl Stream<Item = Result<LeaseEvent, Statu
 async fn collect(
     mut stream: Streaming<RegisterModelRequest>,
 ) -> Result<(String, Vec<u8>, Registration), Status> {
-    let header = match stream
-        .next()
-        .await
-        .transpose()?
-        .and_then(|message| message.part)
-    {
+    let what = "registration";
+    let first = request::next_message(&mut stream, what).await?;
+    let header = match first.and_then(|message| message.part) {
         Some(Part::Header(header)) => header,
         _ => return Err(field("part", "layers", "the first message is the header").into()),
     };
@@ -398,7 +395,7 @@ async fn collect(
     };
     let mut layers = Vec::new();
     let mut tensors = 0;
-    while let Some(message) = stream.next().await.transpose()? {
+    while let Some(message) = request::next_message(&mut stream, what).await? {
         let Some(Part::Layers(more)) = message.part else {
             return Err(field("part", "header", "comes once, as the first message").into());
         };
