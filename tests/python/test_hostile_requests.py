@@ -114,6 +114,13 @@ def test_fields_of_all_calls_are_held_to_their_rules(scene, stubs):
         fields = {"request_id": request_id(), "protocol": {"lowest": 1, "highest": 1}}
         return lambda: offload.OpenManager(stubs.offload.OpenManagerRequest(**{**fields, **more}))
 
+    def terminate(name):
+        fields = {"request_id": request_id(), "name": name}
+        return lambda: admin.TerminateManager(stubs.admin.TerminateManagerRequest(**fields))
+
+    def dump(name):
+        return lambda: admin.Dump(stubs.admin.DumpRequest(manager=name))
+
     for call, field, rule in (
         (open_manager(client="x" * 129), "client", "128 bytes"),
         (open_manager(link_weight=1001), "link_weight", "1000"),
@@ -155,6 +162,15 @@ def test_fields_of_all_calls_are_held_to_their_rules(scene, stubs):
             "request_id", "16",
         ),
         (lambda: admin.Drain(stubs.admin.DrainRequest()), "request_id", "16"),
+        (terminate(""), "name", "empty"),
+        (terminate("a/b"), "name", "'/'"),
+        (terminate("a\0b"), "name", "contains"),
+        (terminate(".."), "name", "starts with"),
+        (terminate("x" * 129), "name", "128"),
+        (dump("a/b"), "manager", "'/'"),
+        (dump("a\0b"), "manager", "contains"),
+        (dump(".."), "manager", "starts with"),
+        (dump("x" * 129), "manager", "128"),
     ):
         if field == "content_id":
             # the rule is found before the files are
@@ -163,8 +179,27 @@ def test_fields_of_all_calls_are_held_to_their_rules(scene, stubs):
         witness.refuses(call, "INVALID_ARGUMENT", field, rule, before=before)
     unknown = stubs.weights.LoadRequest(request_id=request_id(), name="x", files=[b"x" * 16])
     witness.refuses(lambda: weights.Load(unknown), "NOT_FOUND", "files", before=before)
-    dump = stubs.admin.DumpRequest(manager="nobody")
-    witness.refuses(lambda: admin.Dump(dump), "NOT_FOUND", "manager", before=before)
+    witness.refuses(dump("nobody"), "NOT_FOUND", "manager", before=before)
+    other = open_manager(protocol={"lowest": 7, "highest": 9})
+    details = witness.refuses(other, "PROTOCOL_VERSION", "protocol", "1", before=before)
+    assert details["value"] == "7 to 9"
+    details = witness.refuses(open_manager(name="default"), "MANAGER_TAKEN", "name", before=before)
+    assert details["value"] == "default"
+
+
+def test_a_second_registration_names_the_manager_and_the_rule(scene, stubs):
+    _, _, manager, witness = scene
+    register = stubs.offload.RegisterModelRequest
+    fields = {"token": manager.token, "weight_set": "model", "budget_bytes": 1 << 20}
+    stream = lambda: iter(
+        [
+            register(header={"request_id": request_id(), **fields}),
+            register(layers={"layers": [{"name": "l", "tensors": ["layers.0.w"]}]}),
+        ]
+    )
+    call = lambda: manager.offload.RegisterModel(stream())
+    details = witness.refuses(call, "FAILED_PRECONDITION", "token", "each registers one")
+    assert "default" in details["value"] and details["remedy"]
 
 
 def test_streams_in_the_wrong_order_or_beyond_the_object_leave_nothing(scene, stubs):
@@ -174,7 +209,7 @@ def test_streams_in_the_wrong_order_or_beyond_the_object_leave_nothing(scene, st
     cases = [
         ([declared()], "part", "header"),
         ([data(0, 1)], "part", "header"),
-        ([], "part", "header"),
+        ([], "part", "ended without a message"),
         ([{}], "part", ""),
         ([header(), header()], "header", "first message"),
         ([header(), declared(), header()], "header", "first message"),
@@ -210,15 +245,17 @@ def test_streams_in_the_wrong_order_or_beyond_the_object_leave_nothing(scene, st
         }
     )
     layers = register(layers={"layers": [{"name": "l", "tensors": ["layers.0.w"]}]})
+    long = register(layers={"layers": [{"name": "l", "tensors": ["x" * 513]}]})
     no_budget = register(header={"request_id": request_id(), "token": manager.token})
     for messages, field, rule in (
-        ([], "part", "header"),
+        ([], "part", "ended without a message"),
         ([layers], "part", "header"),
         ([register()], "part", "header"),
         ([first()], "layers", "at least one"),
         ([first(), first()], "part", "once"),
         ([first(), layers, first()], "part", "once"),
         ([first(), register()], "part", "once"),
+        ([first(), long], "layers.tensors", "512"),
         ([no_budget, layers], "budget", "memory_fraction"),
     ):
         call = lambda messages=messages: manager.offload.RegisterModel(iter(messages))

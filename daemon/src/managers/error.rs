@@ -159,7 +159,7 @@ pub enum ManagerError {
     #[error("the daemon drains and takes no new managers")]
     Draining,
     /// The caller may not do this.
-    #[error("user {uid} may not {what}")]
+    #[error("user {uid} may not {what}: only root and the daemon's user may")]
     NotAllowed {
         /// The caller.
         uid: u32,

@@ -133,6 +133,9 @@ impl Offload for OffloadService {
                 range.lowest, range.highest
             );
             Failure::new(Kind::ProtocolVersion, Origin::Client, text)
+                .with("field", "protocol")
+                .with("value", format!("{} to {}", range.lowest, range.highest))
+                .with("rule", format!("a range that meets {lowest} to {highest}"))
         })?;
         let client = &message.client;
         if client.len() > limit::NAME_BYTES || client.chars().any(char::is_control) {
@@ -384,9 +387,12 @@ async fn collect(
 ) -> Result<(String, Vec<u8>, Registration), Status> {
     let what = "registration";
     let first = request::next_message(&mut stream, what).await?;
-    let header = match first.and_then(|message| message.part) {
-        Some(Part::Header(header)) => header,
-        _ => return Err(field("part", "layers", "the first message is the header").into()),
+    let rule = "the first message is the header";
+    let header = match first.map(|message| message.part) {
+        Some(Some(Part::Header(header))) => header,
+        Some(Some(Part::Layers(_))) => return Err(field("part", "layers", rule).into()),
+        Some(None) => return Err(field("part", "empty", rule).into()),
+        None => return Err(field("part", "missing", request::NO_HEADER).into()),
     };
     let budget = match header.budget {
         Some(register_header::Budget::MemoryFraction(fraction)) => Budget::Fraction(fraction),
@@ -401,6 +407,9 @@ async fn collect(
         };
         for layer in more.layers {
             request::qualified("layers.name", &layer.name)?;
+            for tensor in &layer.tensors {
+                request::qualified("layers.tensors", tensor)?;
+            }
             tensors += layer.tensors.len();
             layers.push(LayerSpec {
                 name: layer.name,

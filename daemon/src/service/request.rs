@@ -15,6 +15,9 @@ use super::framing;
 /// How long the stream of a request may be silent between two messages.
 pub const SILENCE: Duration = Duration::from_secs(60);
 
+/// The rule that a stream of requests breaks which ends before it has begun.
+pub const NO_HEADER: &str = "the stream ended without a message; the first one is the header";
+
 /// A field that breaks a rule.
 pub fn field(name: &str, value: impl std::fmt::Display, rule: &str) -> Failure {
     Failure::new(
@@ -41,6 +44,15 @@ pub fn id(id: &str) -> Result<(), Failure> {
         format!("{} bytes long", id.len()),
         rule,
     ))
+}
+
+/// Checks the name of a manager.
+///
+/// # Errors
+/// When it breaks a rule.
+pub fn name(field_name: &str, value: &str) -> Result<(), Failure> {
+    name::check(value)
+        .map_err(|error| field(field_name, format!("{:?}", cut(value)), &error.to_string()))
 }
 
 /// Checks the name of a layer or tensor.
