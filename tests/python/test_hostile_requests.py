@@ -62,6 +62,16 @@ def test_unknown_layers_tokens_holds_and_parts_are_refused_by_name(scene, stubs)
     refuses(lambda: manager.acquire("x" * 100_000), "NOT_FOUND", "layer")
     refuses(lambda: manager.release(7), "UNKNOWN_HOLD", "hold", "not given back")
     refuses(lambda: manager.release(HUGE), "UNKNOWN_HOLD", "hold")
+    refuses(lambda: manager.release(0), "INVALID_ARGUMENT", "hold", "one of the two")
+    refuses(
+        lambda: manager.release(7, acquire_request_id=request_id()),
+        "INVALID_ARGUMENT", "hold", "one of the two",
+    )
+    for wrong in ("short", "x" * 129):
+        refuses(
+            lambda: manager.release(0, acquire_request_id=wrong),
+            "INVALID_ARGUMENT", "acquire_request_id", "16 to 128",
+        )
     layer = next(iter(manager.layers))
     refuses(
         lambda: manager.acquire(layer, except_parts=[4_000_000_000]),

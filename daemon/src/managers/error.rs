@@ -155,6 +155,16 @@ pub enum ManagerError {
         /// The limit.
         limit: usize,
     },
+    /// Too many holds over RPC.
+    #[error("manager {manager:?} has {limit} {what}, the limit; release some")]
+    TooManyHolds {
+        /// The manager.
+        manager: String,
+        /// What there are too many of.
+        what: &'static str,
+        /// The limit.
+        limit: usize,
+    },
     /// The daemon takes nothing new.
     #[error("the daemon drains and takes no new managers")]
     Draining,

@@ -268,9 +268,19 @@ impl Offload for OffloadService {
     ) -> Result<Response<ReleaseResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
+        let lost = &message.acquire_request_id;
+        let rule = "a hold or an acquire_request_id, one of the two";
+        match (message.hold, lost.is_empty()) {
+            (0, true) => return Err(field("hold", "missing", rule).into()),
+            (0, false) => request::id_of("acquire_request_id", lost)?,
+            (hold, false) => {
+                let both = format!("{hold}, with acquire_request_id {:?}", request::cut(lost));
+                return Err(field("hold", both, rule).into());
+            }
+            (_, true) => {}
+        }
         let manager = self.find(peer, &message.token)?;
         let figures = format!("{} {:?}", message.hold, message.keep_parts);
-        let lost = &message.acquire_request_id;
         let content: [&[u8]; 3] = [&message.token, figures.as_bytes(), lost.as_bytes()];
         let work = async {
             let hold = if lost.is_empty() {

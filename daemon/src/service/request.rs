@@ -35,15 +35,19 @@ pub fn field(name: &str, value: impl std::fmt::Display, rule: &str) -> Failure {
 /// # Errors
 /// When its length is out of bounds.
 pub fn id(id: &str) -> Result<(), Failure> {
+    id_of("request_id", id)
+}
+
+/// Checks the id of a request, in the field of that name.
+///
+/// # Errors
+/// When its length is out of bounds.
+pub fn id_of(field_name: &str, id: &str) -> Result<(), Failure> {
     if limit::REQUEST_ID_BYTES.contains(&id.len()) {
         return Ok(());
     }
     let rule = "16 to 128 bytes, chosen anew for each call and kept for its retries";
-    Err(field(
-        "request_id",
-        format!("{} bytes long", id.len()),
-        rule,
-    ))
+    Err(field(field_name, format!("{} bytes long", id.len()), rule))
 }
 
 /// Checks the name of a manager.

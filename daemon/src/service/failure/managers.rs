@@ -133,6 +133,15 @@ impl From<ManagerError> for Failure {
                     "remedy",
                     "close managers of this user, or raise max_managers",
                 ),
+            E::TooManyHolds {
+                manager,
+                what,
+                limit,
+            } => client(Kind::TooMany)
+                .with("manager", manager)
+                .with("what", what)
+                .with("limit", limit)
+                .with("remedy", "release holds that are no longer read"),
             E::Draining => Failure::new(Kind::Draining, Origin::Daemon, text)
                 .with("remedy", "try again when the daemon's successor serves"),
             E::NotAllowed { uid, what } => client(Kind::PermissionDenied)
