@@ -449,6 +449,19 @@ def test_random_bytes_as_requests_change_nothing(scene):
     assert grpc.StatusCode.INVALID_ARGUMENT in codes
 
 
+def test_calls_that_the_daemon_does_not_have_are_refused_by_name(scene):
+    daemon, _, _, witness = scene
+    before = witness.snapshot()
+    for path in (
+        "/flextensor.v1.Admin/Nosuch", "/flextensor.v1.Nosuch/Status", "/Nosuch", "/" + "x" * 3000,
+    ):
+        call = daemon.grpc.unary_unary(path)
+        details = witness.refuses(
+            lambda: call(b""), "UNIMPLEMENTED", "method", "services", before=before
+        )
+        assert details["value"] == path[:128]
+
+
 def test_random_bytes_on_the_grpc_socket_end_only_their_connection(scene):
     daemon, _, _, witness = scene
     before = witness.snapshot()

@@ -14,7 +14,7 @@ use tonic_health::{
     ServingStatus,
     server::{HealthReporter, health_reporter},
 };
-use tower::util::{MapRequestLayer, MapResponseLayer};
+use tower::{layer::layer_fn, util::MapRequestLayer};
 
 use super::{
     descriptor_limit,
@@ -85,7 +85,7 @@ async fn serve(
     let mut server = Server::builder()
         .http2_max_pending_accept_reset_streams(Some(RESETS))
         .layer(MapRequestLayer::new(framing::unbroken))
-        .layer(MapResponseLayer::new(framing::typed));
+        .layer(layer_fn(framing::Typed::new));
     let router = with_reflection(server.add_service(health_service))?;
     let router = rooms.serve_in(router, &instance, &life);
     let closing = CancellationToken::new();
