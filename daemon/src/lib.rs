@@ -9,12 +9,14 @@
 //! - [`transfer`]: device memory and the engine that fills it;
 //! - [`channel`]: the descriptor channel and its tickets;
 //! - [`service`]: gRPC to the domain and back;
+//! - [`admission`]: how many connections, of whom;
 //! - [`phase`]: the life cycle as a value;
 //! - [`lifecycle`]: instance lock, start, drain, stop;
 //! - [`doctor`]: what is wrong with this machine;
 //! - [`cli`]: the command line.
 #![forbid(unsafe_code)]
 
+pub mod admission;
 pub mod channel;
 pub mod cli;
 pub mod configuration;

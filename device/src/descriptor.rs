@@ -105,7 +105,8 @@ pub fn send(
 ///
 /// # Errors
 /// `WouldBlock` when none waits; `InvalidData` when the packet or its descriptors
-/// did not fit (what came of them is closed).
+/// are over the limit, `EMFILE` when this process may not open as many as came (what came
+/// of them is closed then).
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     const SPACE: usize = rustix::cmsg_space!(ScmRights(limit::PACKET_DESCRIPTORS));
     let mut packet = vec![0; limit::PACKET_BYTES];
@@ -122,10 +123,14 @@ pub fn receive(socket: BorrowedFd<'_>) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         _ => None,
     });
     let descriptors: Vec<OwnedFd> = rights.flatten().collect();
-    let cut = ReturnFlags::CTRUNC | ReturnFlags::TRUNC;
+    let cut = message.flags.contains(ReturnFlags::CTRUNC);
+    // there was space for more: the kernel ran out of descriptors to give
+    if cut && descriptors.len() < limit::PACKET_DESCRIPTORS {
+        return Err(rustix::io::Errno::MFILE.into());
+    }
     // the space has a little slack
     let over = descriptors.len() > limit::PACKET_DESCRIPTORS;
-    if over || message.flags.intersects(cut) {
+    if over || cut || message.flags.contains(ReturnFlags::TRUNC) {
         let text = "packet or its descriptors are over the limit";
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }

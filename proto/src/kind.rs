@@ -92,6 +92,8 @@ kinds! {
     DeadlineExceeded = "DEADLINE_EXCEEDED", DeadlineExceeded, true;
     /// The work was discarded before it was complete.
     Aborted = "ABORTED", Aborted, true;
+    /// The daemon has no such call, or does not speak the encoding of the request.
+    Unimplemented = "UNIMPLEMENTED", Unimplemented, false;
     /// The daemon drains or stops.
     Draining = "DRAINING", Unavailable, true;
     /// A system call failed.

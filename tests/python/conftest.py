@@ -45,14 +45,15 @@ def stubs(tmp_path_factory):
 class Daemon:
     """A daemon in directories of its own."""
 
-    def __init__(self, directory, *flags):
+    def __init__(self, directory, *flags, descriptors=None):
         self.directory = directory
         self.shm = directory / "shm"
         self.shm.mkdir()
         self.sockets = directory / "run" / "default"
         command = [TARGET / "flextensord", "serve", "--device", "cpu"]
         command += ["--runtime-dir", directory / "run", "--shm-dir", self.shm, "--drain-grace", "200ms", *flags]
-        self.process = subprocess.Popen([str(part) for part in command])
+        limited = ["prlimit", f"--nofile={descriptors}"] if descriptors else []
+        self.process = subprocess.Popen([*limited, *(str(part) for part in command)])
         deadline = time.monotonic() + 20
         while True:
             try:
@@ -86,8 +87,8 @@ class Daemon:
 def daemon(tmp_path):
     made = []
 
-    def make(*flags):
-        made.append(Daemon(tmp_path, *flags))
+    def make(*flags, **more):
+        made.append(Daemon(tmp_path, *flags, **more))
         return made[-1]
 
     yield make

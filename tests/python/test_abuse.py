@@ -2,13 +2,15 @@
 
 import fcntl
 import os
+import pathlib
 import socket
+import subprocess
 import time
 
 import grpc
 import pytest
 
-from conftest import DescriptorChannel, request_id
+from conftest import TARGET, DescriptorChannel, request_id
 from test_contract import Manager, open_manager, setting  # noqa: F401 (a fixture)
 
 F_GET_SEALS, SHRINK_AND_GROW = 1034, 0b110
@@ -130,5 +132,87 @@ def test_a_thousand_idle_connections_of_a_user_leave_room_for_others(daemon, stu
     finally:
         for connection in idle:
             connection.close()
+    lease, _ = open_manager(served, stubs)
+    lease.cancel()
+
+
+def ctl(daemon, *arguments):
+    """An operator's tool: another process than this one."""
+    command = [TARGET / "flextensorctl", "--runtime-dir", daemon.directory / "run", *arguments]
+    return subprocess.run([str(part) for part in command], capture_output=True, timeout=30)
+
+
+def is_closed(connection):
+    connection.setblocking(False)
+    try:
+        # an end may come after the daemon's own first frame
+        while connection.recv(4096):
+            pass
+        return True
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def until(happens, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_silent_grpc_connections_of_a_process_are_limited_and_end(daemon, stubs):
+    served = daemon("--log", "warn")
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(80)]
+    for connection in silent:
+        connection.connect(str(served.sockets / "flextensord.sock"))
+    # this process has one more, for gRPC: those over 64 are closed at once
+    until(lambda: sum(map(is_closed, silent)) == 17)
+    assert ctl(served, "status").returncode == 0
+    # the others have ten seconds to speak
+    until(lambda: all(map(is_closed, silent)))
+    for connection in silent:
+        connection.close()
+    lease, _ = open_manager(served, stubs)
+    lease.cancel()
+
+
+def test_a_daemon_out_of_descriptors_says_so_rests_and_recovers(daemon, stubs, tmp_path):
+    served = daemon("--log", "warn", descriptors=128)
+    path = tmp_path / "f"
+    path.touch()
+    descriptors = [os.open(path, os.O_RDONLY) for _ in range(64)]
+    channels, kinds = [], []
+    request = stubs.channel.ChannelRequest(offer={"file_names": [path.name] * 64})
+    channels.append(DescriptorChannel(served, stubs))
+    for _ in range(2):
+        answer, _ = channels[0].ask(request, descriptors)
+        kinds.append(answer.refused.kind or "offered")
+        assert "packet" in answer.refused.field or answer.offered.tickets
+    assert kinds == ["offered", "TOO_MANY"]
+    # file by file until there is no descriptor left, then wait at the door
+    one = stubs.channel.ChannelRequest(offer={"file_names": [path.name]})
+    answer = None
+    while answer is None or answer.WhichOneof("answer") == "offered":
+        answer, _ = channels[0].ask(one, descriptors[:1])
+    assert answer.refused.kind == "TOO_MANY"
+    waiting = subprocess.Popen(
+        [str(TARGET / "flextensorctl"), "--runtime-dir", str(served.directory / "run"), "status"],
+        stdout=subprocess.DEVNULL,
+    )
+
+    def cpu_seconds():
+        text = (pathlib.Path("/proc") / str(served.process.pid) / "stat").read_text()
+        fields = text[text.rindex(")") :].split()
+        return (int(fields[12]) + int(fields[13])) / os.sysconf("SC_CLK_TCK")
+
+    before = cpu_seconds()
+    time.sleep(2)
+    assert cpu_seconds() - before < 1, "it tries again and again"
+    channels[0].socket.close()
+    assert waiting.wait(timeout=20) == 0
+    for descriptor in descriptors:
+        os.close(descriptor)
     lease, _ = open_manager(served, stubs)
     lease.cancel()

@@ -158,3 +158,14 @@ def test_random_packets_change_nothing_and_the_connection_goes_on(scene, stubs):
         silent.close()
     witness.unchanged(before)
     assert channel.offer(path).offered.tickets
+
+
+def test_an_empty_packet_ends_its_connection_alone(scene, stubs):
+    daemon, channel, path, witness = scene
+    before = witness.snapshot()
+    other = DescriptorChannel(daemon, stubs)
+    other.socket.send(b"")
+    assert other.socket.recv(65536) == b"", "closed, without an answer"
+    other.socket.close()
+    witness.unchanged(before)
+    assert channel.offer(path).offered.tickets

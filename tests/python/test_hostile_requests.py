@@ -62,6 +62,16 @@ def test_unknown_layers_tokens_holds_and_parts_are_refused_by_name(scene, stubs)
     refuses(lambda: manager.acquire("x" * 100_000), "NOT_FOUND", "layer")
     refuses(lambda: manager.release(7), "UNKNOWN_HOLD", "hold", "not given back")
     refuses(lambda: manager.release(HUGE), "UNKNOWN_HOLD", "hold")
+    refuses(lambda: manager.release(0), "INVALID_ARGUMENT", "hold", "one of the two")
+    refuses(
+        lambda: manager.release(7, acquire_request_id=request_id()),
+        "INVALID_ARGUMENT", "hold", "one of the two",
+    )
+    for wrong in ("short", "x" * 129):
+        refuses(
+            lambda: manager.release(0, acquire_request_id=wrong),
+            "INVALID_ARGUMENT", "acquire_request_id", "16 to 128",
+        )
     layer = next(iter(manager.layers))
     refuses(
         lambda: manager.acquire(layer, except_parts=[4_000_000_000]),
@@ -114,6 +124,13 @@ def test_fields_of_all_calls_are_held_to_their_rules(scene, stubs):
         fields = {"request_id": request_id(), "protocol": {"lowest": 1, "highest": 1}}
         return lambda: offload.OpenManager(stubs.offload.OpenManagerRequest(**{**fields, **more}))
 
+    def terminate(name):
+        fields = {"request_id": request_id(), "name": name}
+        return lambda: admin.TerminateManager(stubs.admin.TerminateManagerRequest(**fields))
+
+    def dump(name):
+        return lambda: admin.Dump(stubs.admin.DumpRequest(manager=name))
+
     for call, field, rule in (
         (open_manager(client="x" * 129), "client", "128 bytes"),
         (open_manager(link_weight=1001), "link_weight", "1000"),
@@ -155,6 +172,15 @@ def test_fields_of_all_calls_are_held_to_their_rules(scene, stubs):
             "request_id", "16",
         ),
         (lambda: admin.Drain(stubs.admin.DrainRequest()), "request_id", "16"),
+        (terminate(""), "name", "empty"),
+        (terminate("a/b"), "name", "'/'"),
+        (terminate("a\0b"), "name", "contains"),
+        (terminate(".."), "name", "starts with"),
+        (terminate("x" * 129), "name", "128"),
+        (dump("a/b"), "manager", "'/'"),
+        (dump("a\0b"), "manager", "contains"),
+        (dump(".."), "manager", "starts with"),
+        (dump("x" * 129), "manager", "128"),
     ):
         if field == "content_id":
             # the rule is found before the files are
@@ -163,8 +189,27 @@ def test_fields_of_all_calls_are_held_to_their_rules(scene, stubs):
         witness.refuses(call, "INVALID_ARGUMENT", field, rule, before=before)
     unknown = stubs.weights.LoadRequest(request_id=request_id(), name="x", files=[b"x" * 16])
     witness.refuses(lambda: weights.Load(unknown), "NOT_FOUND", "files", before=before)
-    dump = stubs.admin.DumpRequest(manager="nobody")
-    witness.refuses(lambda: admin.Dump(dump), "NOT_FOUND", "manager", before=before)
+    witness.refuses(dump("nobody"), "NOT_FOUND", "manager", before=before)
+    other = open_manager(protocol={"lowest": 7, "highest": 9})
+    details = witness.refuses(other, "PROTOCOL_VERSION", "protocol", "1", before=before)
+    assert details["value"] == "7 to 9"
+    details = witness.refuses(open_manager(name="default"), "MANAGER_TAKEN", "name", before=before)
+    assert details["value"] == "default"
+
+
+def test_a_second_registration_names_the_manager_and_the_rule(scene, stubs):
+    _, _, manager, witness = scene
+    register = stubs.offload.RegisterModelRequest
+    fields = {"token": manager.token, "weight_set": "model", "budget_bytes": 1 << 20}
+    stream = lambda: iter(
+        [
+            register(header={"request_id": request_id(), **fields}),
+            register(layers={"layers": [{"name": "l", "tensors": ["layers.0.w"]}]}),
+        ]
+    )
+    call = lambda: manager.offload.RegisterModel(stream())
+    details = witness.refuses(call, "FAILED_PRECONDITION", "token", "each registers one")
+    assert "default" in details["value"] and details["remedy"]
 
 
 def test_streams_in_the_wrong_order_or_beyond_the_object_leave_nothing(scene, stubs):
@@ -174,7 +219,7 @@ def test_streams_in_the_wrong_order_or_beyond_the_object_leave_nothing(scene, st
     cases = [
         ([declared()], "part", "header"),
         ([data(0, 1)], "part", "header"),
-        ([], "part", "header"),
+        ([], "part", "ended without a message"),
         ([{}], "part", ""),
         ([header(), header()], "header", "first message"),
         ([header(), declared(), header()], "header", "first message"),
@@ -211,15 +256,17 @@ def test_streams_in_the_wrong_order_or_beyond_the_object_leave_nothing(scene, st
         }
     )
     layers = register(layers={"layers": [{"name": "l", "tensors": ["layers.0.w"]}]})
+    long = register(layers={"layers": [{"name": "l", "tensors": ["x" * 513]}]})
     no_budget = register(header={"request_id": request_id(), "token": manager.token})
     for messages, field, rule in (
-        ([], "part", "header"),
+        ([], "part", "ended without a message"),
         ([layers], "part", "header"),
         ([register()], "part", "header"),
         ([first()], "layers", "at least one"),
         ([first(), first()], "part", "once"),
         ([first(), layers, first()], "part", "once"),
         ([first(), register()], "part", "once"),
+        ([first(), long], "layers.tensors", "512"),
         ([no_budget, layers], "budget", "memory_fraction"),
     ):
         call = lambda messages=messages: manager.offload.RegisterModel(iter(messages))
@@ -401,6 +448,19 @@ def test_random_bytes_as_requests_change_nothing(scene):
         if round % 10 == 9:
             witness.unchanged(before)
     assert grpc.StatusCode.INVALID_ARGUMENT in codes
+
+
+def test_calls_that_the_daemon_does_not_have_are_refused_by_name(scene):
+    daemon, _, _, witness = scene
+    before = witness.snapshot()
+    for path in (
+        "/flextensor.v1.Admin/Nosuch", "/flextensor.v1.Nosuch/Status", "/Nosuch", "/" + "x" * 3000,
+    ):
+        call = daemon.grpc.unary_unary(path)
+        details = witness.refuses(
+            lambda: call(b""), "UNIMPLEMENTED", "method", "services", before=before
+        )
+        assert details["value"] == path[:128]
 
 
 def test_random_bytes_on_the_grpc_socket_end_only_their_connection(scene):

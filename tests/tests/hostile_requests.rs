@@ -200,7 +200,13 @@ fn registrations_that_break_a_rule_leave_the_manager_free_to_try_again() {
             "over the limit of 512",
         ),
         (
-            vec![layer("l", &[]), layer("l", &[])],
+            vec![layer("l", &["layers.0.0"]), layer("hollow", &[])],
+            half,
+            "layers.tensors",
+            "at least one tensor",
+        ),
+        (
+            vec![layer("l", &["layers.0.0"]), layer("l", &["layers.0.0"])],
             half,
             "layers.name",
             "unique",

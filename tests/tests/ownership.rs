@@ -219,3 +219,42 @@ fn another_user_sees_neither_managers_nor_unshared_weights() {
             .is_err()
     );
 }
+
+#[test]
+fn one_user_cannot_take_all_managers() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("SKIPPED: needs root to become another user");
+        return;
+    }
+    let daemon = Daemon::start(&["--max-managers", "4"]).unwrap();
+    let path = daemon.scratch().join("m.safetensors");
+    checkpoint::write(&path, &checkpoint::layered(2, 1, 1000)).unwrap();
+    let client = daemon.client().unwrap();
+    let share = LoadOptions {
+        share: true,
+        ..LoadOptions::default()
+    };
+    client.load(&path, "m", &share, |_| ()).unwrap();
+    daemon.open_to_all().unwrap();
+    let greedy = ReaderPlan {
+        uid: Some(65_534),
+        ..ReaderPlan::new("m", &path).with("--hold-in-pass", 0)
+    };
+    let readers: Vec<_> = (0..2)
+        .map(|_| {
+            let reader = Reader::start(&daemon, &greedy).unwrap();
+            reader.expect("registered").unwrap();
+            reader
+        })
+        .collect();
+    let third = Reader::start(&daemon, &greedy).unwrap();
+    assert!(third.expect("registered").is_err());
+    // the other half is there for others, and an administrator may take all of it
+    let managers = [named("a"), named("b")].map(|options| client.open(options).unwrap());
+    let ClientError::Refused(failure) = client.open(named("c")).unwrap_err() else {
+        panic!("not refused");
+    };
+    assert_eq!(failure.kind, Kind::TooMany);
+    assert_eq!(failure.details["whose"], "all users");
+    drop((managers, readers));
+}

@@ -1,14 +1,11 @@
 //! The socket where tickets are redeemed and files handed over.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     fmt::Display,
     io,
     os::fd::{AsFd as _, BorrowedFd, OwnedFd},
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
@@ -28,15 +25,21 @@ use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 
 use super::ticket::{OfferedFile, Tickets};
-use crate::managers::registry::Managers;
+use crate::{
+    admission::{Backoff, Complaints, Limits, Room},
+    managers::registry::Managers,
+};
 
-/// Most connections at a time, of all users and of one.
-const CONNECTIONS: usize = 4096;
-const CONNECTIONS_OF_USER: usize = 1024;
+/// Most connections at a time, before the limit of descriptors is looked at.
+pub const LIMITS: Limits = Limits {
+    all: 4096,
+    of_user: 1024,
+    of_process: 1024,
+};
+/// What a receive says when the process may open no more descriptors.
+const EMFILE: i32 = nix::errno::Errno::EMFILE as i32;
 /// How long a connection may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
-/// Time between two lines of the log about connections that are refused.
-const COMPLAINT: Duration = Duration::from_secs(10);
 
 /// What the channel serves from.
 #[derive(Debug, Clone)]
@@ -47,6 +50,8 @@ pub struct ChannelServer {
     pub managers: Weak<Managers>,
     /// The daemon's generation.
     pub generation: u64,
+    /// Its connections.
+    pub room: Arc<Room>,
 }
 
 impl ChannelServer {
@@ -56,14 +61,8 @@ impl ChannelServer {
     /// When the listener cannot be watched.
     pub async fn serve(self, listener: OwnedFd, stop: CancellationToken) -> io::Result<()> {
         let listener = Watched::new(listener)?;
-        let room = Arc::new(Room::default());
-        let mut complained: Option<Instant> = None;
-        let mut complain = |what: &dyn Display| {
-            if complained.is_none_or(|at| at.elapsed() > COMPLAINT) {
-                complained = Some(Instant::now());
-                tracing::warn!("descriptor channel refuses a connection: {what}");
-            }
-        };
+        let mut complaints = Complaints::about("fd.sock");
+        let mut backoff = Backoff::default();
         loop {
             let accepted = tokio::select! {
                 () = stop.cancelled() => return Ok(()),
@@ -72,18 +71,22 @@ impl ChannelServer {
             let connection = match accepted {
                 Ok(connection) => connection,
                 Err(error) => {
-                    // out of descriptors, most likely: leave room for some to close
-                    complain(&error);
-                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    complaints.add(&error);
+                    // leaves room for some to close
+                    tokio::time::sleep(backoff.wait()).await;
                     continue;
                 }
             };
+            backoff.reset();
             let Ok(peer) = process::peer(connection.as_fd()) else {
                 continue;
             };
-            let Some(place) = Room::enter(&room, peer.uid) else {
-                complain(&format_args!("user {} has too many", peer.uid));
-                continue;
+            let place = match Room::enter(&self.room, peer) {
+                Ok(place) => place,
+                Err(refusal) => {
+                    complaints.add(&refusal);
+                    continue;
+                }
             };
             let (server, stop) = (self.clone(), stop.clone());
             tokio::spawn(async move {
@@ -127,6 +130,7 @@ impl ChannelServer {
                 Ok((packet, descriptors)) => self.answer(&mut talk, &packet, descriptors),
                 // the packet is gone as a whole, the next one can be read
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => (over_limit(), None),
+                Err(error) if error.raw_os_error() == Some(EMFILE) => (out_of_descriptors(), None),
                 Err(error) => break Err(error),
             };
             let answer = ChannelAnswer {
@@ -243,51 +247,6 @@ struct Talk {
     served: HashSet<u64>,
 }
 
-/// How many connections there are, of whom.
-#[derive(Debug, Default)]
-struct Room {
-    of_user: Mutex<HashMap<u32, usize>>,
-    next: AtomicU64,
-}
-
-/// A connection's place; dropped, it is free again.
-#[derive(Debug)]
-struct Place {
-    room: Arc<Room>,
-    uid: u32,
-    number: u64,
-}
-
-impl Room {
-    fn enter(room: &Arc<Self>, uid: u32) -> Option<Place> {
-        let mut of_user = room.of_user();
-        let own = of_user.get(&uid).copied().unwrap_or(0);
-        if own >= CONNECTIONS_OF_USER || of_user.values().sum::<usize>() >= CONNECTIONS {
-            return None;
-        }
-        of_user.insert(uid, own + 1);
-        Some(Place {
-            room: Arc::clone(room),
-            uid,
-            number: room.next.fetch_add(1, Relaxed),
-        })
-    }
-
-    fn of_user(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
-        self.of_user.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut of_user = self.room.of_user();
-        match of_user.get_mut(&self.uid) {
-            Some(count) if *count > 1 => *count -= 1,
-            _ => drop(of_user.remove(&self.uid)),
-        }
-    }
-}
-
 fn check_file(name: &str, descriptor: BorrowedFd<'_>) -> Result<(), String> {
     name::check_qualified(name).map_err(|error| error.to_string())?;
     if name.contains('/') || matches!(name, "." | "..") {
@@ -307,6 +266,12 @@ fn over_limit() -> Answer {
         limit::PACKET_DESCRIPTORS
     );
     invalid("packet", "larger", rule)
+}
+
+fn out_of_descriptors() -> Answer {
+    let value = "whole, but the daemon has no descriptors left for its files";
+    let rule = "try again when others have closed theirs";
+    refused("TOO_MANY", "packet", value, rule)
 }
 
 fn invalid(field: &str, value: impl Display, rule: impl Display) -> Answer {

@@ -4,6 +4,7 @@
 //!   of an instance alone;
 //! - [`instance`]: those four put together;
 //! - [`descriptor_limit`]: how many descriptors there may be;
+//! - [`incoming`]: the connections of the gRPC socket;
 //! - [`devices`]: those that the configuration names;
 //! - [`logging`], [`mod@panic`], [`exit`]: how the process speaks and ends;
 //! - `rooms`: the rooms of the daemon put together;
@@ -14,6 +15,7 @@ pub mod devices;
 pub mod directory;
 pub mod exit;
 pub mod generation;
+pub mod incoming;
 pub mod instance;
 pub mod lock;
 pub mod logging;

@@ -22,7 +22,8 @@ use super::{
     instance::StartError,
 };
 use crate::{
-    channel::{server::ChannelServer, ticket::Tickets},
+    admission::Room,
+    channel::{self, server::ChannelServer, ticket::Tickets},
     managers::{
         record,
         registry::{ManagerSettings, Managers, OnEnd},
@@ -88,6 +89,7 @@ impl Rooms {
         let devices = manage(devices, instance, &notice, &to_reclaim)?;
         let manager_settings = ManagerSettings {
             limit: settings.max_managers,
+            daemon_uid: nix::unistd::geteuid().as_raw(),
             resume_grace: settings.resume_grace,
             poison_released: settings.poison_released,
         };
@@ -146,9 +148,11 @@ impl Rooms {
             .add_service(AdminServer::new(admin))
     }
 
-    /// The server of the descriptor channel.
-    pub(super) fn channel(&self) -> ChannelServer {
+    /// The server of the descriptor channel, in a process that may have so many.
+    pub(super) fn channel(&self, descriptors: u64) -> ChannelServer {
+        let limits = channel::server::LIMITS.within(descriptors);
         ChannelServer {
+            room: Room::new(limits, nix::unistd::geteuid().as_raw()),
             tickets: Arc::clone(&self.tickets),
             managers: Arc::downgrade(&self.managers),
             generation: self.generation,

@@ -8,24 +8,25 @@ use tokio::{
     sync::watch,
     task::JoinError,
 };
-use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Server, server::Router};
 use tonic_health::{
     ServingStatus,
     server::{HealthReporter, health_reporter},
 };
-use tower::util::{MapRequestLayer, MapResponseLayer};
+use tower::{layer::layer_fn, util::MapRequestLayer};
 
 use super::{
     descriptor_limit,
     devices::Drivers,
     exit::Exit,
+    incoming,
     instance::{Instance, Sockets, StartError},
     panic,
     rooms::{self, Rooms},
 };
 use crate::{
+    admission::Room,
     configuration::Settings,
     phase::{Life, Phase},
     service::framing,
@@ -71,7 +72,8 @@ async fn serve(
     let life = Life::new();
     // a signal counts from before anything is bound
     let mut signals = StopSignals::new()?;
-    tracing::debug!(limit = descriptor_limit::raise(), "open descriptors");
+    let descriptors = descriptor_limit::raise();
+    tracing::debug!(limit = descriptors, "open descriptors");
     let mut instance = Instance::prepare(settings)?;
     let Sockets { grpc, channel } = instance.bind()?;
 
@@ -83,14 +85,16 @@ async fn serve(
     let mut server = Server::builder()
         .http2_max_pending_accept_reset_streams(Some(RESETS))
         .layer(MapRequestLayer::new(framing::unbroken))
-        .layer(MapResponseLayer::new(framing::typed));
+        .layer(layer_fn(framing::Typed::new));
     let router = with_reflection(server.add_service(health_service))?;
     let router = rooms.serve_in(router, &instance, &life);
     let closing = CancellationToken::new();
-    let incoming = UnixListenerStream::new(grpc);
+    let limits = incoming::LIMITS.within(descriptors);
+    let room = Room::new(limits, nix::unistd::geteuid().as_raw());
+    let incoming = incoming::connections(grpc, room);
     let served = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
     let mut server = tokio::spawn(served);
-    let mut channel = tokio::spawn(rooms.channel().serve(channel, closing.clone()));
+    let mut channel = tokio::spawn(rooms.channel(descriptors).serve(channel, closing.clone()));
 
     rooms.notice(NoticePhase::Serving);
     advance(&life, Phase::Serving)?;

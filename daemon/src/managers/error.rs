@@ -147,11 +147,29 @@ pub enum ManagerError {
         /// The limit.
         limit: usize,
     },
+    /// Too many managers of one user.
+    #[error("user {uid} has {limit} managers, the limit of a user: half of max_managers")]
+    TooManyOfUser {
+        /// The user.
+        uid: u32,
+        /// The limit.
+        limit: usize,
+    },
+    /// Too many holds over RPC.
+    #[error("manager {manager:?} has {limit} {what}, the limit; release some")]
+    TooManyHolds {
+        /// The manager.
+        manager: String,
+        /// What there are too many of.
+        what: &'static str,
+        /// The limit.
+        limit: usize,
+    },
     /// The daemon takes nothing new.
     #[error("the daemon drains and takes no new managers")]
     Draining,
     /// The caller may not do this.
-    #[error("user {uid} may not {what}")]
+    #[error("user {uid} may not {what}: only root and the daemon's user may")]
     NotAllowed {
         /// The caller.
         uid: u32,

@@ -24,11 +24,18 @@ use super::{
 /// Longest sleep between two looks at a slot word: a guard against a lost wake-up.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// Most holds of a manager, and most streamed parts of them: as many as four of the
+/// largest layers.
+const HOLDS: usize = 1 << 16;
+const HELD_PARTS: usize = 1 << 22;
+
 /// The holds of one manager.
 #[derive(Debug, Default)]
 pub struct Holds {
     held: HashMap<u64, Vec<u32>>,
     counts: HashMap<u32, u32>,
+    /// Parts of all holds, each as often as it is held.
+    parts: usize,
     next: u64,
 }
 
@@ -45,6 +52,25 @@ impl Holds {
         self.held.is_empty()
     }
 
+    /// Whether there is room for one more hold of so many parts.
+    fn check_room(&self, manager: &str, parts: usize) -> Result<(), ManagerError> {
+        let held = self.parts.saturating_add(parts);
+        for (is_over, what, limit) in [
+            (self.held.len() >= HOLDS, "holds", HOLDS),
+            (held > HELD_PARTS, "streamed parts in its holds", HELD_PARTS),
+        ] {
+            if is_over {
+                let manager = manager.to_owned();
+                return Err(ManagerError::TooManyHolds {
+                    manager,
+                    what,
+                    limit,
+                });
+            }
+        }
+        Ok(())
+    }
+
     fn add(&mut self, parts: Vec<u32>) -> Result<u64, ManagerError> {
         let mut random = [0; 4];
         getrandom::fill(&mut random).map_err(|_| ManagerError::Random)?;
@@ -54,6 +80,7 @@ impl Holds {
         for part in &parts {
             *self.counts.entry(*part).or_default() += 1;
         }
+        self.parts += parts.len();
         self.held.insert(hold, parts);
         Ok(hold)
     }
@@ -97,6 +124,7 @@ pub async fn acquire(
         .copied()
         .filter(|part| model.streams(*part) && !except.contains(part))
         .collect();
+    holds.check_room(&manager.name, streamed.len())?;
     let mut taking = Taking::new(manager, &model);
     for &part in &streamed {
         if holds.counts.contains_key(&part) {
@@ -152,6 +180,7 @@ pub async fn release(manager: &Manager, hold: u64, keep: &[u32]) -> Result<(), M
         });
     }
     let parts = holds.held.remove(&hold).unwrap_or_default();
+    holds.parts = holds.parts.saturating_sub(parts.len());
     for part in parts {
         let last = match holds.counts.get_mut(&part) {
             Some(count) if *count > 1 => {
@@ -250,5 +279,32 @@ impl Drop for Taking<'_> {
             give_back(self.control.as_ref(), part);
             self.doorbell.ring();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limit(refused: Result<(), ManagerError>) -> Option<usize> {
+        match refused {
+            Err(ManagerError::TooManyHolds { limit, .. }) => Some(limit),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn a_manager_cannot_pile_up_holds_or_their_parts() {
+        let mut holds = Holds::default();
+        for _ in 0..HOLDS {
+            holds.check_room("m", 0).unwrap();
+            holds.add(Vec::new()).unwrap();
+        }
+        assert_eq!(limit(holds.check_room("m", 0)), Some(HOLDS));
+        let mut holds = Holds::default();
+        holds.check_room("m", HELD_PARTS).unwrap();
+        holds.add(vec![0, 1, 2]).unwrap();
+        assert_eq!(limit(holds.check_room("m", HELD_PARTS)), Some(HELD_PARTS));
+        holds.check_room("m", HELD_PARTS - 3).unwrap();
     }
 }

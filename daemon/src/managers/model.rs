@@ -62,7 +62,7 @@ impl Structure {
     /// Resolves `specs` against the manifest of the weight set `set`.
     ///
     /// # Errors
-    /// When a layer's name repeats, or a tensor is unknown.
+    /// When a layer has no tensors, its name repeats, or a tensor is unknown.
     pub fn resolve(
         set: &str,
         manifest: &Manifest,
@@ -80,6 +80,14 @@ impl Structure {
         // the last layer that each part was seen in
         let mut last_in: HashMap<u32, usize> = HashMap::new();
         for (number, spec) in specs.iter().enumerate() {
+            if spec.tensors.is_empty() {
+                // nothing would move for it: a pattern that matched nothing, most likely
+                return Err(ManagerError::Field {
+                    field: "layers.tensors",
+                    value: format!("empty in layer {:?}", spec.name),
+                    rule: "each layer has at least one tensor of the weight set".to_owned(),
+                });
+            }
             let mut parts = Vec::new();
             for name in &spec.tensors {
                 let &at =

@@ -45,12 +45,30 @@ const RECLAIM: Duration = Duration::from_millis(50);
 /// What the operator configured.
 #[derive(Debug, Clone)]
 pub struct ManagerSettings {
-    /// Most managers at a time.
+    /// Most managers at a time. A user who is no administrator may have half of them.
     pub limit: usize,
+    /// The user that the daemon runs as: an administrator, as root is.
+    pub daemon_uid: u32,
     /// How long a living owner may take to resume a lost stream.
     pub resume_grace: Duration,
     /// Overwrite released ring ranges (for tests).
     pub poison_released: bool,
+}
+
+impl ManagerSettings {
+    /// Whether there may be one more manager of a user.
+    fn admit(&self, names: &Names, uid: u32) -> Result<(), ManagerError> {
+        let is_admin = uid == 0 || uid == self.daemon_uid;
+        let share = (self.limit / 2).max(1);
+        let own = || names.by_name.keys().filter(|key| key.0 == uid).count();
+        if !is_admin && own() >= share {
+            return Err(ManagerError::TooManyOfUser { uid, limit: share });
+        }
+        if names.by_name.len() >= self.limit {
+            return Err(ManagerError::TooMany { limit: self.limit });
+        }
+        Ok(())
+    }
 }
 
 /// A request to open a manager.
@@ -188,11 +206,7 @@ impl Managers {
         if self.drain.borrow().is_some() {
             return Err(ManagerError::Draining);
         }
-        if names.by_name.len() >= self.settings.limit {
-            return Err(ManagerError::TooMany {
-                limit: self.settings.limit,
-            });
-        }
+        self.settings.admit(&names, peer.uid)?;
         let name = free_name(&names, peer.uid, &request.name)?;
         let manager = Arc::new(self.make(peer, request, name, device)?);
         names

@@ -153,6 +153,7 @@ impl Admin for AdminService {
     ) -> Result<Response<TerminateManagerResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
+        request::name("name", &message.name)?;
         let uid = message.uid.unwrap_or(peer.uid);
         if uid != peer.uid && !self.is_admin(peer) {
             let what = "terminate another user's manager";

@@ -18,6 +18,9 @@ pub fn peer(extensions: &Extensions) -> Result<Peer, Failure> {
                 Origin::Client,
                 "connection has no credentials",
             )
+            .with("field", "peer")
+            .with("value", "unknown")
+            .with("rule", "a unix socket, whose peer the kernel vouches for")
         })?;
     Ok(Peer {
         uid: credentials.uid(),

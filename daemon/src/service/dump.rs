@@ -21,13 +21,14 @@ const ENTRIES_BYTES: usize = 512 << 10;
 /// The records that a user may see; of one manager if `only` names it.
 ///
 /// # Errors
-/// When that manager is not there, or not the user's to see.
+/// When its name breaks a rule, or that manager is not there, or not the user's to see.
 pub fn records(service: &AdminService, peer: Peer, only: &str) -> Result<Vec<DumpRecord>, Failure> {
     let mut managers = service.visible(peer);
     let mut records = Vec::new();
     if only.is_empty() {
         everything_else(service, peer, &mut records);
     } else {
+        super::request::name("manager", only)?;
         managers.retain(|manager| manager.name == only);
         if managers.is_empty() {
             return Err(ManagerError::UnknownManager {

@@ -41,7 +41,11 @@ impl From<WeightError> for Failure {
                 .with("value", &name)
                 .with("rule", "the name of a weight set that this user may see")
                 .with("name", &name),
-            WeightError::NotOwner { name } => client(Kind::PermissionDenied).with("name", name),
+            WeightError::NotOwner { name } => client(Kind::PermissionDenied)
+                .with("field", "name")
+                .with("value", &name)
+                .with("rule", "the name of a weight set of this user")
+                .with("name", name),
             WeightError::ContentDiffers { name, tensor, .. } => client(Kind::ContentDiffers)
                 .with("name", name)
                 .with("tensor", tensor),

@@ -133,6 +133,9 @@ impl Offload for OffloadService {
                 range.lowest, range.highest
             );
             Failure::new(Kind::ProtocolVersion, Origin::Client, text)
+                .with("field", "protocol")
+                .with("value", format!("{} to {}", range.lowest, range.highest))
+                .with("rule", format!("a range that meets {lowest} to {highest}"))
         })?;
         let client = &message.client;
         if client.len() > limit::NAME_BYTES || client.chars().any(char::is_control) {
@@ -265,9 +268,19 @@ impl Offload for OffloadService {
     ) -> Result<Response<ReleaseResponse>, Status> {
         let peer = caller::peer(request.extensions())?;
         let message = request.into_inner();
+        let lost = &message.acquire_request_id;
+        let rule = "a hold or an acquire_request_id, one of the two";
+        match (message.hold, lost.is_empty()) {
+            (0, true) => return Err(field("hold", "missing", rule).into()),
+            (0, false) => request::id_of("acquire_request_id", lost)?,
+            (hold, false) => {
+                let both = format!("{hold}, with acquire_request_id {:?}", request::cut(lost));
+                return Err(field("hold", both, rule).into());
+            }
+            (_, true) => {}
+        }
         let manager = self.find(peer, &message.token)?;
         let figures = format!("{} {:?}", message.hold, message.keep_parts);
-        let lost = &message.acquire_request_id;
         let content: [&[u8]; 3] = [&message.token, figures.as_bytes(), lost.as_bytes()];
         let work = async {
             let hold = if lost.is_empty() {
@@ -382,14 +395,14 @@ fn async_stream(lease: OpenLease) -> impl Stream<Item = Result<LeaseEvent, Statu
 async fn collect(
     mut stream: Streaming<RegisterModelRequest>,
 ) -> Result<(String, Vec<u8>, Registration), Status> {
-    let header = match stream
-        .next()
-        .await
-        .transpose()?
-        .and_then(|message| message.part)
-    {
-        Some(Part::Header(header)) => header,
-        _ => return Err(field("part", "layers", "the first message is the header").into()),
+    let what = "registration";
+    let first = request::next_message(&mut stream, what).await?;
+    let rule = "the first message is the header";
+    let header = match first.map(|message| message.part) {
+        Some(Some(Part::Header(header))) => header,
+        Some(Some(Part::Layers(_))) => return Err(field("part", "layers", rule).into()),
+        Some(None) => return Err(field("part", "empty", rule).into()),
+        None => return Err(field("part", "missing", request::NO_HEADER).into()),
     };
     let budget = match header.budget {
         Some(register_header::Budget::MemoryFraction(fraction)) => Budget::Fraction(fraction),
@@ -398,12 +411,15 @@ async fn collect(
     };
     let mut layers = Vec::new();
     let mut tensors = 0;
-    while let Some(message) = stream.next().await.transpose()? {
+    while let Some(message) = request::next_message(&mut stream, what).await? {
         let Some(Part::Layers(more)) = message.part else {
             return Err(field("part", "header", "comes once, as the first message").into());
         };
         for layer in more.layers {
             request::qualified("layers.name", &layer.name)?;
+            for tensor in &layer.tensors {
+                request::qualified("layers.tensors", tensor)?;
+            }
             tensors += layer.tensors.len();
             layers.push(LayerSpec {
                 name: layer.name,

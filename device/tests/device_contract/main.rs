@@ -5,6 +5,8 @@
 //! The cases on a real GPU are ignored unless they are asked for:
 //! `device_contract --include-ignored cuda::`.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+
 mod copies;
 mod memory;
 mod pinning;

@@ -36,7 +36,6 @@ pub(crate) struct Setting {
 
 /// A GPU under test.
 pub(crate) struct OnGpu {
-    pub(crate) driver: Arc<dyn Driver>,
     pub(crate) context: Arc<Context>,
 }
 
@@ -63,7 +62,7 @@ fn of(driver: Arc<dyn Driver>) -> Setting {
     let context = device.context().unwrap();
     Setting {
         device: Arc::new(device),
-        gpu: Some(OnGpu { driver, context }),
+        gpu: Some(OnGpu { context }),
     }
 }
 

@@ -37,6 +37,9 @@ impl From<ManagerError> for Failure {
                 pid,
                 since_ms,
             } => client(Kind::ManagerTaken)
+                .with("field", "name")
+                .with("value", &name)
+                .with("rule", "a name that no living process of this user owns")
                 .with("name", name)
                 .with("holder_pid", pid)
                 .with("holder_since_ms", since_ms)
@@ -82,18 +85,32 @@ impl From<ManagerError> for Failure {
                 .with("rule", "a hold of the manager that was not given back")
                 .with("hold", hold),
             E::HoldConflict { layer, part, held } => client(Kind::HoldConflict)
+                .with("field", "layer")
+                .with("value", &layer)
+                .with("rule", "no part overlaps one that is held")
                 .with("layer", layer)
                 .with("part", part)
                 .with("held", held)
                 .with("remedy", "release the layer that is held first"),
             E::HeldByFastPath { layer, part } => client(Kind::FailedPrecondition)
+                .with("field", "except_parts")
+                .with("value", "without it")
+                .with("rule", "parts that the fast path holds are named")
                 .with("layer", layer)
                 .with("part", part),
-            E::Registered { name } | E::NotRegistered { name } => {
-                client(Kind::FailedPrecondition).with("manager", name)
+            E::Registered { name } => {
+                let rule = "the token of a manager without a model; each registers one";
+                in_no_state(text, name, rule).with(
+                    "remedy",
+                    "open another manager, or close this one and open it anew",
+                )
+            }
+            E::NotRegistered { name } => {
+                in_no_state(text, name, "the token of a manager with a registered model")
             }
             E::Registering { name } => {
-                let mut failure = client(Kind::FailedPrecondition).with("manager", name);
+                let rule = "the token of a manager that does not register a model";
+                let mut failure = in_no_state(text, name, rule);
                 failure.retryable = true;
                 failure
             }
@@ -106,11 +123,31 @@ impl From<ManagerError> for Failure {
                 .with("part", part)
                 .with("waited_ms", waited_ms),
             E::TooMany { limit } => Failure::new(Kind::TooMany, Origin::Daemon, text)
+                .with("whose", "all users")
                 .with("limit", limit)
                 .with("remedy", "raise max_managers or close managers"),
+            E::TooManyOfUser { uid, limit } => client(Kind::TooMany)
+                .with("whose", format!("user {uid}"))
+                .with("limit", limit)
+                .with(
+                    "remedy",
+                    "close managers of this user, or raise max_managers",
+                ),
+            E::TooManyHolds {
+                manager,
+                what,
+                limit,
+            } => client(Kind::TooMany)
+                .with("manager", manager)
+                .with("what", what)
+                .with("limit", limit)
+                .with("remedy", "release holds that are no longer read"),
             E::Draining => Failure::new(Kind::Draining, Origin::Daemon, text)
                 .with("remedy", "try again when the daemon's successor serves"),
             E::NotAllowed { uid, what } => client(Kind::PermissionDenied)
+                .with("field", "uid")
+                .with("value", uid)
+                .with("rule", "root or the daemon's own user")
                 .with("uid", uid)
                 .with("what", what),
             E::Plan(error) => error.into(),
@@ -127,6 +164,15 @@ impl From<ManagerError> for Failure {
             }
         }
     }
+}
+
+/// A manager whose model is not as the call needs it.
+fn in_no_state(text: String, manager: String, rule: &str) -> Failure {
+    Failure::new(Kind::FailedPrecondition, Origin::Client, text)
+        .with("field", "token")
+        .with("value", format!("that of manager {manager:?}"))
+        .with("rule", rule)
+        .with("manager", manager)
 }
 
 /// What the request names and nobody has.
@@ -246,6 +292,43 @@ pub fn device(error: DeviceError) -> Failure {
         DeviceError::Cuda(error) => driver(Kind::Device, text, &error),
         DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
             Failure::new(Kind::Device, Origin::Driver, text)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::weights::error::WeightError;
+
+    #[test]
+    fn a_limit_on_managers_says_whose_it_is() {
+        for (error, whose) in [
+            (ManagerError::TooMany { limit: 4 }, "all users"),
+            (ManagerError::TooManyOfUser { uid: 7, limit: 2 }, "user 7"),
+        ] {
+            let failure = Failure::from(error);
+            assert_eq!(failure.kind, Kind::TooMany);
+            assert_eq!(failure.details["whose"], whose);
+            assert!(failure.message.contains("the limit"), "{failure}");
+        }
+    }
+
+    #[test]
+    fn refusals_by_right_or_state_name_field_value_and_rule() {
+        let name = || "m".to_owned();
+        let what = "drain the daemon";
+        let weights = WeightError::NotOwner { name: name() };
+        for failure in [
+            Failure::from(ManagerError::NotAllowed { uid: 7, what }),
+            ManagerError::Registered { name: name() }.into(),
+            ManagerError::NotRegistered { name: name() }.into(),
+            ManagerError::Registering { name: name() }.into(),
+            weights.into(),
+        ] {
+            for detail in ["field", "value", "rule"] {
+                assert!(failure.details.contains_key(detail), "{detail}: {failure}");
+            }
         }
     }
 }

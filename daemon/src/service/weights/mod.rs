@@ -28,8 +28,8 @@ use self::{
 };
 use super::{
     caller,
-    failure::invalid_argument,
     idempotency::{Idempotency, Turn},
+    request,
 };
 use crate::{
     channel::ticket::{Gift, Tickets},
@@ -134,9 +134,12 @@ impl Weights for WeightService {
     ) -> Result<Response<v1::PutResponse>, Status> {
         let uid = caller::peer(request.extensions())?.uid;
         let mut stream = request.into_inner();
-        let Some(Part::Header(header)) = next_part(&mut stream).await? else {
-            let rule = "the first message is a header";
-            return Err(invalid_argument("part", "other", rule).into());
+        let rule = "the first message is the header";
+        let header = match next_part(&mut stream).await? {
+            Some(Part::Header(header)) => header,
+            Some(Part::Tensors(_)) => return Err(request::field("part", "tensors", rule).into()),
+            Some(Part::Data(_)) => return Err(request::field("part", "data", rule).into()),
+            None => return Err(request::field("part", "missing", request::NO_HEADER).into()),
         };
         let content = [
             header.name.as_bytes(),

@@ -1,13 +1,12 @@
 //! The stream of a put.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use flextensord_proto::{
     kind::Failure,
     limit,
     v1::{self, put_request::Part},
 };
-use tokio::time::timeout;
 use tonic::Streaming;
 
 use super::{
@@ -15,14 +14,10 @@ use super::{
     work::blocking,
 };
 use crate::{
-    service::{failure::invalid_argument, framing},
-    weights::{
-        error::WeightError, load::Outcome, loader::Cancel, put::PutSession, registry::WeightStore,
-    },
+    service::{failure::invalid_argument, request},
+    weights::{load::Outcome, loader::Cancel, put::PutSession, registry::WeightStore},
 };
 
-/// How long a put may be silent between two messages.
-const SILENCE: Duration = Duration::from_secs(60);
 /// Takes in what follows the header. Whatever ends it early leaves nothing behind.
 pub(super) async fn receive(
     store: &Arc<WeightStore>,
@@ -67,17 +62,10 @@ pub(super) async fn receive(
 pub(super) async fn next_part(
     stream: &mut Streaming<v1::PutRequest>,
 ) -> Result<Option<Part>, Failure> {
-    let aborted = |reason: String| -> Failure {
-        let what = "put";
-        WeightError::Aborted { what, reason }.into()
-    };
-    match timeout(SILENCE, stream.message()).await {
-        Err(_) => Err(aborted(format!("no message for {} s", SILENCE.as_secs()))),
-        Ok(Err(status)) => Err(framing::of_message(&status)
-            .unwrap_or_else(|| aborted(format!("its stream broke off: {}", status.message())))),
-        Ok(Ok(None)) => Ok(None),
-        Ok(Ok(Some(v1::PutRequest { part: Some(part) }))) => Ok(Some(part)),
-        Ok(Ok(Some(v1::PutRequest { part: None }))) => {
+    match request::next_message(stream, "put").await? {
+        None => Ok(None),
+        Some(v1::PutRequest { part: Some(part) }) => Ok(Some(part)),
+        Some(v1::PutRequest { part: None }) => {
             Err(invalid_argument("part", "", "header, tensors or data"))
         }
     }
