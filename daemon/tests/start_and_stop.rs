@@ -197,7 +197,7 @@ fn a_wrong_configuration_exits_78_naming_the_key_before_anything_is_made() {
     let file = file.to_str().unwrap();
     let cases: [(&[&str], &str); 5] = [
         (&[], "device is not set"),
-        (&["--device", "cuda"], "only the cpu device"),
+        (&["--device", "gpu"], "must be cpu, cuda for all GPUs"),
         (
             &["--device", "cpu", "--cpu-devices", "33"],
             "cpu_devices = \"33\" (flag --cpu-devices)",

@@ -119,13 +119,20 @@ fn flags_win_over_environment_and_environment_over_the_file() {
 }
 
 #[test]
-fn the_device_has_no_default_and_cuda_is_refused_in_words() {
+fn the_device_has_no_default_and_a_list_of_gpus_is_checked_by_name() {
     let machine = Machine::new().flag(|flags| flags.device = None);
     assert!(machine.refusal().contains("device is not set"));
-    for text in ["cuda", "cuda:1"] {
+    for text in ["gpu", "cuda:", "cuda:x", "cuda:0,cpu", "cuda,cuda:1", ""] {
         let machine = Machine::new().flag(|flags| flags.device = Some(text.into()));
-        assert!(machine.refusal().contains("only the cpu device"), "{text}");
+        assert!(machine.refusal().contains("cuda for all GPUs"), "{text}");
     }
+    let device = |text: &str| {
+        let machine = Machine::new().flag(|flags| flags.device = Some(text.into()));
+        machine.load().unwrap().device
+    };
+    assert_eq!(device("cuda"), DeviceKind::Cuda(Vec::new()));
+    let list = ["cuda:1", "GPU-0a", "MIG-0b"].map(str::to_owned).to_vec();
+    assert_eq!(device("cuda:1, GPU-0a,MIG-0b"), DeviceKind::Cuda(list));
 }
 
 #[test]

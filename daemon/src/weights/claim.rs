@@ -11,11 +11,12 @@ use std::{
 use super::{
     error::WeightError,
     loader::Watch,
-    registry::{WeightSet, WeightStore},
+    registry::{Sets, WeightSet, WeightStore},
 };
 
-/// Most live sets.
+/// Most live sets, and most of one user who is no administrator.
 const SETS: usize = 1024;
+const SETS_OF_USER: usize = SETS / 2;
 /// Most loads and puts at a time, of all users and of one. Those that wait for another
 /// one of the same name count: all processes of a job may ask at once.
 const CALLS: usize = 256;
@@ -56,6 +57,25 @@ impl BuildProgress {
     }
 }
 
+impl Sets {
+    /// Whether there may be one more set of a user.
+    fn admit(&self, uid: u32) -> Result<(), WeightError> {
+        let is_admin = uid == 0 || uid == nix::unistd::geteuid().as_raw();
+        let of = |keys: &mut dyn Iterator<Item = &Key>| keys.filter(|key| key.0 == uid).count();
+        let own = || of(&mut self.live.keys()) + of(&mut self.building.keys());
+        if !is_admin && own() >= SETS_OF_USER {
+            let what = "weight sets of this user";
+            let limit = SETS_OF_USER;
+            return Err(WeightError::TooMany { what, limit });
+        }
+        if self.live.len() + self.building.len() >= SETS {
+            let what = "weight sets";
+            return Err(WeightError::TooMany { what, limit: SETS });
+        }
+        Ok(())
+    }
+}
+
 impl WeightStore {
     /// Counts a load or put of `uid` for as long as the answer lives.
     pub(crate) fn admit(self: &Arc<Self>, uid: u32) -> Result<Call, WeightError> {
@@ -93,10 +113,7 @@ impl WeightStore {
                 return Ok(Claim::Live(Arc::clone(set)));
             }
             let Some(progress) = sets.building.get(&key).cloned() else {
-                if sets.live.len() + sets.building.len() >= SETS {
-                    let what = "weight sets";
-                    return Err(WeightError::TooMany { what, limit: SETS });
-                }
+                sets.admit(key.0)?;
                 let progress = Arc::new(BuildProgress::default());
                 sets.building.insert(key.clone(), Arc::clone(&progress));
                 let store = Arc::clone(self);
@@ -162,5 +179,37 @@ impl Drop for Build {
     fn drop(&mut self) {
         self.store.sets().building.remove(&self.key);
         self.store.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::registry::fixture::Scratch, *};
+    use crate::weights::loader::Cancel;
+
+    #[test]
+    fn one_user_cannot_take_all_weight_sets() {
+        let scratch = Scratch::new(None);
+        // users that this test does not run as
+        let [greedy, other] = [1, 2].map(|n| nix::unistd::geteuid().as_raw() + n);
+        let claim = |uid, n: usize| {
+            let key = (uid, format!("s{n}"));
+            scratch.store.claim(key, &Cancel::default())
+        };
+        let mut claims: Vec<_> = (0..SETS_OF_USER)
+            .map(|n| claim(greedy, n).unwrap())
+            .collect();
+        assert!(matches!(
+            claim(greedy, SETS_OF_USER),
+            Err(WeightError::TooMany {
+                limit: SETS_OF_USER,
+                what: "weight sets of this user"
+            })
+        ));
+        claims.extend((0..SETS_OF_USER).map(|n| claim(other, n).unwrap()));
+        assert!(matches!(
+            claim(0, 0),
+            Err(WeightError::TooMany { limit: SETS, .. })
+        ));
     }
 }
