@@ -15,7 +15,7 @@ DENY := $(shell cargo-deny --version 2>/dev/null | grep -qx 'cargo-deny $(DENY_V
 	&& command -v cargo-deny || echo $(CACHE)/tools/bin/cargo-deny)
 PYTHON_TESTS := $(wildcard tests/python/test_*.py)
 
-.PHONY: help demo test lint bench soak build release fmt clean linker
+.PHONY: help demo test lint bench soak gpu-kit build release fmt clean linker
 
 help: ## what there is to do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,18 @@ bench: release ## figures of this machine
 SOAK ?= --seconds 600
 soak: release ## 64 managers under random kills, for ten minutes or as SOAK says
 	target/release/soak $(SOAK)
+
+# a GPU machine may have neither Rust nor a network: what its suites need goes into one folder
+gpu-kit: linker ## binaries for tests/gpu/run.sh, in .gpu
+	$(CARGO) build --release --locked -p flextensord -p flextensord-client --bins
+	PYO3_BUILD_EXTENSION_MODULE=1 $(CARGO) build --release --locked -p flextensord-py
+	mkdir -p .gpu
+	cp target/release/flextensord target/release/flextensorctl .gpu/
+	cp target/release/lib_native.so .gpu/_native.abi3.so
+	cp "$$($(CARGO) test --locked -p flextensord-device --features fake --test device_contract --no-run \
+		--message-format=json | sed -n 's/.*"name":"device_contract".*"executable":"\([^"]*\)".*/\1/p' | tail -1)" \
+		.gpu/device_contract
+	strip .gpu/*
 
 build: linker ## everything, for development
 	$(CARGO) build --workspace --all-targets --locked

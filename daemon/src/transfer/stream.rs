@@ -223,6 +223,13 @@ impl Stream {
         let place = self.spec.parts[pending.parts[0].0 as usize];
         let bytes = (pending.bytes - pending.done).min(PIECE_BYTES);
         let whole = pending.done + bytes == pending.bytes;
+        let own: u64 = pending
+            .parts
+            .iter()
+            .map(|(part, _)| self.spec.parts[*part as usize].bytes)
+            .sum();
+        // several parts go in one copy
+        let gaps = pending.bytes - own;
         let source = Source {
             segment: Arc::clone(&self.spec.segment),
             offset: place.segment_offset + pending.done,
@@ -267,7 +274,10 @@ impl Stream {
             pending.done += bytes;
             self.pending = Some(pending);
         }
-        self.spec.counters.count(|c| &c.streamed_bytes, bytes);
+        // what lies between neighbours is nobody's
+        self.spec
+            .counters
+            .count(|c| &c.streamed_bytes, bytes - gaps);
         Ok(bytes)
     }
 
