@@ -24,8 +24,7 @@ demo: release ## load a real model once, share it between processes, kill one of
 	tests/demo/run.sh
 
 test: linker $(if $(PYTHON_TESTS),$(VENV)/ready) ## all tests
-	$(CARGO) build --workspace --bins --locked
-	$(CARGO) build -p flextensord-py --locked
+	$(CARGO) build --workspace --locked
 	$(CARGO) test --workspace --locked
 ifneq ($(PYTHON_TESTS),)
 	$(VENV)/bin/pytest -ra tests/python
