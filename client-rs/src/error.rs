@@ -190,6 +190,14 @@ pub enum ClientError {
     /// The GPU or its driver refused.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// The daemon's device memory cannot be mapped in this process.
+    #[error("device memory of {bytes} bytes cannot be mapped in this process: {source}")]
+    Import {
+        /// Its bytes.
+        bytes: u64,
+        /// What the driver said.
+        source: CudaError,
+    },
     /// A page cannot be registered with the driver.
     #[error(transparent)]
     Pinning(#[from] RegistrationError),
@@ -214,6 +222,11 @@ impl ClientError {
             | Self::DaemonLost {
                 context_lost: true, ..
             } => Some("restart the process"),
+            Self::Import { .. } => Some(
+                "client and daemon need the same driver and GPU: in a container, give it the GPU \
+                 (--gpus, the same UUID) and the driver of the host; no other namespace has to be \
+                 shared",
+            ),
             Self::GpuNotVisible { .. } => {
                 Some("let the process see that GPU, or open the manager on another device")
             }

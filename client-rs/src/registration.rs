@@ -201,7 +201,8 @@ fn map_allocations(
         } else {
             Imported::residents(context, source, allocation.id, descriptor, bytes)
         };
-        Ok(Some(PlaneMemory::Device(imported?)))
+        let imported = imported.map_err(|source| ClientError::Import { bytes, source })?;
+        Ok(Some(PlaneMemory::Device(imported)))
     };
     memory.allocations.iter().map(map).collect()
 }

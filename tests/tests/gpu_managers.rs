@@ -194,3 +194,35 @@ fn a_killed_daemon_without_a_successor_lets_no_kernel_read_what_is_not_there() {
     );
     assert!(error.to_string().contains("restart the process"), "{error}");
 }
+
+/// Case 15: a client that cannot map the daemon's memory, as in a container without the GPU.
+#[test]
+fn memory_that_cannot_be_mapped_is_refused_with_a_hint_and_nothing_stays() {
+    let scene = Scene::new();
+    scene.driver.faults().refuse_import(Some(201));
+    let mut manager = scene.client.open(OpenOptions::default()).unwrap();
+    let budget = Budget::Bytes(6 << 20);
+    let error = manager.register("m", &scene.layers, budget).unwrap_err();
+    assert!(matches!(error, ClientError::Import { .. }), "{error:?}");
+    assert!(error.to_string().contains("201"), "{error}");
+    assert!(
+        error
+            .remedy()
+            .is_some_and(|text| text.contains("container"))
+    );
+    assert_eq!(scene.driver.counts().live_allocations, 0);
+    drop(manager);
+    let empty = || {
+        let status = scene.daemon.status().ok()?;
+        let gone = status.managers.is_empty() && status.devices[0].allocated_bytes == 0;
+        gone.then_some(())
+    };
+    eventually("nothing is left at the daemon", PATIENCE, empty).unwrap();
+    // nothing is wrong for who comes next
+    scene.driver.faults().refuse_import(None);
+    let log = Arc::default();
+    scene.pass(&scene.open("next"), &log);
+    let stream = StreamHandle(scene.stream().raw());
+    assert!(scene.driver.settle(stream, PATIENCE).unwrap());
+    assert_eq!(*log.lock().unwrap(), vec!["right"; 40]);
+}
