@@ -24,10 +24,11 @@ const PINNING: &str = "raise the limit of locked memory (LimitMEMLOCK=infinity i
 pub fn judge(facts: &GpuFacts) -> Vec<Check> {
     let found = match &facts.driver {
         Ok(found) => found,
-        Err(trouble) => return vec![no_driver(facts, trouble)],
+        Err(trouble) => return vec![no_driver(facts, trouble), numa(facts, &[])],
     };
     let mut checks = vec![driver(facts, found)];
-    for looked_at in found.gpus.iter().flatten() {
+    let gpus = found.gpus.as_deref().unwrap_or_default();
+    for looked_at in gpus {
         match looked_at {
             Ok(one) => checks.extend(gpu(facts, one)),
             Err(error) => checks.push(Check::fail(
@@ -37,7 +38,7 @@ pub fn judge(facts: &GpuFacts) -> Vec<Check> {
             )),
         }
     }
-    checks.push(numa(facts, found));
+    checks.push(numa(facts, gpus));
     checks.extend(facts.mps.as_ref().map(mps));
     checks
 }
@@ -276,7 +277,7 @@ fn measured(one: &OneGpu, link: &Result<Link, String>) -> Check {
     }
 }
 
-fn numa(facts: &GpuFacts, found: &DriverFacts) -> Check {
+fn numa(facts: &GpuFacts, gpus: &[Result<OneGpu, CudaError>]) -> Check {
     const NAME: &str = "NUMA";
     let Some(nodes) = facts.nodes else {
         return Check::ok(NAME, "the kernel does not tell its nodes");
@@ -285,11 +286,11 @@ fn numa(facts: &GpuFacts, found: &DriverFacts) -> Check {
         return Check::ok(NAME, "1 node: all host memory is as near");
     }
     let at = |one: &OneGpu| match one.gpu.numa_node {
-        Some(node) => format!("{} at node {node}", place(one)),
-        None => format!("{} at a node that the driver does not tell", place(one)),
+        Some(node) => format!(", {} at node {node}", place(one)),
+        None => format!(", {} at a node that the driver does not tell", place(one)),
     };
-    let gpus: Vec<String> = found.gpus.iter().flatten().flatten().map(at).collect();
-    Check::ok(NAME, format!("{nodes} nodes, {}", gpus.join(", ")))
+    let gpus: String = gpus.iter().flatten().map(at).collect();
+    Check::ok(NAME, format!("{nodes} nodes{gpus}"))
 }
 
 fn mps(facts: &MpsFacts) -> Check {
