@@ -60,7 +60,7 @@ pub fn run_with(arguments: impl Iterator<Item = OsString>, drivers: &Drivers) ->
         Ok(CommandLine { command }) => match command {
             Command::Serve(flags) => daemon(&flags, drivers),
             Command::CheckConfig(shown) => check_config(&shown),
-            Command::Doctor(shown) => examine(&shown),
+            Command::Doctor(shown) => examine(&shown, drivers),
         },
         Err(error) => {
             // help and version are for the standard output, mistakes for the other
@@ -93,7 +93,7 @@ fn check_config(shown: &Shown) -> Exit {
     }
 }
 
-fn examine(shown: &Shown) -> Exit {
+fn examine(shown: &Shown, drivers: &Drivers) -> Exit {
     // the machine can be judged before anybody has chosen a device
     let sources = Sources::of_process(&shown.flags);
     let settings = configuration::collect(&sources).and_then(|mut layer| {
@@ -104,7 +104,7 @@ fn examine(shown: &Shown) -> Exit {
         Ok(settings) => settings,
         Err(error) => return refuse(&error),
     };
-    let report = doctor::examine(&doctor::Machine::new(&settings));
+    let report = doctor::examine(&doctor::Machine::new(&settings, drivers));
     let text = if shown.json {
         format!("{:#}\n", report.json())
     } else {

@@ -103,7 +103,10 @@ impl Mapping {
 
     /// Puts pages that the object gets from here on onto the NUMA node `node`, as long as
     /// that has room.
-    pub(crate) fn prefer_node(&self, node: u32) -> Result<(), KernelError> {
+    ///
+    /// # Errors
+    /// When the kernel knows no such node, or does not allow it.
+    pub fn prefer_node(&self, node: u32) -> Result<(), KernelError> {
         // linux/mempolicy.h; libc has no mbind
         const PREFERRED: libc::c_int = 1;
         const BITS: u32 = 64;

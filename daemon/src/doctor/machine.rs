@@ -22,13 +22,15 @@ use tonic::transport::Endpoint;
 use super::{
     memory::tightest_group,
     probe::{
-        InstanceFacts, KernelFacts, LimitFacts, LoginFacts, MemoryFacts, MountFacts, Probe,
-        SharedMemoryFacts,
+        GpuFacts, InstanceFacts, KernelFacts, LimitFacts, LoginFacts, MemoryFacts, MountFacts,
+        Probe, SharedMemoryFacts,
     },
+    trial,
 };
 use crate::{
     configuration::Settings,
     lifecycle::{
+        devices::Drivers,
         directory,
         socket::{Occupant, Purpose, occupant},
     },
@@ -38,18 +40,21 @@ use crate::{
 const ANSWER: Duration = Duration::from_secs(2);
 /// Bytes of the segment that is tried.
 const TRIED: u64 = 64 << 10;
+/// Where the kernel says when shared memory comes in huge pages.
+const SHMEM_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 /// This machine, as the daemon of these settings would find it.
 #[derive(Debug)]
 pub struct Machine<'a> {
     settings: &'a Settings,
+    drivers: &'a Drivers,
 }
 
 impl<'a> Machine<'a> {
-    /// Looks with the eyes of a daemon of `settings`.
+    /// Looks with the eyes of a daemon of `settings`, at GPUs through `drivers`.
     #[must_use]
-    pub fn new(settings: &'a Settings) -> Self {
-        Self { settings }
+    pub fn new(settings: &'a Settings, drivers: &'a Drivers) -> Self {
+        Self { settings, drivers }
     }
 }
 
@@ -114,6 +119,7 @@ impl Probe for Machine<'_> {
             machine: machine.map_err(|error| error.to_string()),
             group: tightest_group(&groups, Path::new("/sys/fs/cgroup"), &read),
             configured: self.settings.host_memory,
+            shmem_enabled: read(Path::new(SHMEM_ENABLED)).map(|text| text.trim().to_owned()),
         }
     }
 
@@ -137,6 +143,10 @@ impl Probe for Machine<'_> {
             seals: try_seals(),
             lease: try_lease(),
         }
+    }
+
+    fn gpus(&self) -> GpuFacts {
+        trial::facts(self.settings, self.drivers)
     }
 
     fn login(&self) -> LoginFacts {

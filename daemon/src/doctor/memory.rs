@@ -46,6 +46,21 @@ pub fn judge(facts: &MemoryFacts) -> Check {
     }
 }
 
+/// Whether shared memory may come in huge pages: told, since nothing depends on it.
+#[must_use]
+pub fn huge_pages(facts: &MemoryFacts) -> Check {
+    const NAME: &str = "huge pages";
+    let found = match &facts.shmem_enabled {
+        Some(text) => {
+            // the kernel lists all words and brackets the one that holds
+            let chosen = text.split(['[', ']']).nth(1).unwrap_or(text);
+            format!("shmem_enabled is {chosen}; a tmpfs goes by its own huge= option")
+        }
+        None => "the kernel has none for shared memory".to_owned(),
+    };
+    Check::ok(NAME, found)
+}
+
 /// The tightest memory limit on the way from our control group up to the root, versions
 /// 1 and 2. `groups` is `/proc/self/cgroup`, `root` where the file systems are mounted,
 /// `read` reads a file.

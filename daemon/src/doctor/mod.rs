@@ -3,8 +3,10 @@
 //! - [`probe`]: facts, and how this machine tells them;
 //! - [`report`]: verdicts, and how they are shown;
 //! - one room for each subject, which judges facts and touches nothing:
-//!   [`instance`], [`shared_memory`], [`limits`], [`memory`], [`kernel`], [`login`].
+//!   [`instance`], [`shared_memory`], [`limits`], [`memory`], [`kernel`], [`gpu`],
+//!   [`login`].
 
+pub mod gpu;
 pub mod instance;
 pub mod kernel;
 pub mod limits;
@@ -14,6 +16,7 @@ pub mod memory;
 pub mod probe;
 pub mod report;
 pub mod shared_memory;
+mod trial;
 
 pub use machine::Machine;
 pub use probe::Probe;
@@ -25,8 +28,11 @@ pub fn examine(probe: &dyn Probe) -> Report {
     let mut checks = instance::judge(&probe.instance());
     checks.extend(shared_memory::judge(&probe.shared_memory()));
     checks.extend(limits::judge(&probe.limits()));
-    checks.push(memory::judge(&probe.memory()));
+    let memory = probe.memory();
+    checks.push(memory::judge(&memory));
+    checks.push(memory::huge_pages(&memory));
     checks.extend(kernel::judge(&probe.kernel()));
+    checks.extend(gpu::judge(&probe.gpus()));
     checks.push(login::judge(&probe.login()));
     Report(checks)
 }

@@ -1,4 +1,6 @@
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, path::Path, time::Duration};
+
+use flextensord_device::cuda::{driver::Ordinal, error::CudaError, gpu::Gpu};
 
 use super::{memory::tightest_group, probe::*, *};
 use crate::lifecycle::{Exit, socket::Occupant};
@@ -11,6 +13,7 @@ struct Fixture {
     limits: LimitFacts,
     memory: MemoryFacts,
     kernel: KernelFacts,
+    gpus: GpuFacts,
     login: LoginFacts,
 }
 
@@ -50,6 +53,7 @@ impl Fixture {
                 machine: Ok((32 << 30, 64 << 30)),
                 group: None,
                 configured: None,
+                shmem_enabled: Some("always within_size advise [never] deny force".into()),
             },
             kernel: KernelFacts {
                 release: "6.18.0".into(),
@@ -58,6 +62,17 @@ impl Fixture {
                 peer_pidfd: Ok(()),
                 seals: Ok(()),
                 lease: Ok(()),
+            },
+            gpus: GpuFacts {
+                asked: true,
+                driver: Ok(DriverFacts {
+                    version: 13_010,
+                    module: Some("590.1".into()),
+                    gpus: Ok(vec![Ok(sound_gpu())]),
+                }),
+                visible: None,
+                mps: None,
+                nodes: Some(2),
             },
             login: LoginFacts {
                 uid: 0,
@@ -92,9 +107,41 @@ impl Probe for Fixture {
     fn kernel(&self) -> KernelFacts {
         self.kernel.clone()
     }
+    fn gpus(&self) -> GpuFacts {
+        self.gpus.clone()
+    }
     fn login(&self) -> LoginFacts {
         self.login
     }
+}
+
+fn sound_gpu() -> OneGpu {
+    OneGpu {
+        gpu: Gpu {
+            ordinal: Ordinal(0),
+            name: "NVIDIA H200".into(),
+            uuid: "GPU-0".into(),
+            total_bytes: 140 << 30,
+            numa_node: Some(1),
+        },
+        compute_mode: Some(0),
+        bus: Some("PCIe 32.0 GT/s x16 of 32.0 GT/s x16".into()),
+        trial: Trial::Passed {
+            took: Duration::from_millis(400),
+            link: Ok(Link {
+                rate: 55_250_000_000,
+                copies: 500,
+            }),
+        },
+    }
+}
+
+/// A machine with a driver whose one GPU was changed.
+fn with_gpu(change: impl FnOnce(&mut OneGpu)) -> Fixture {
+    Fixture::with(|fixture| {
+        let driver = fixture.gpus.driver.as_mut().unwrap();
+        change(driver.gpus.as_mut().unwrap()[0].as_mut().unwrap());
+    })
 }
 
 /// The one check that is not ok.
@@ -269,4 +316,74 @@ fn the_tightest_group_on_the_way_up_is_the_limit() {
     assert_eq!(group("0::/../..\n").unwrap().limit, 5000);
     assert_eq!(group("4:cpu:/x\nnonsense\n"), None);
     assert_eq!(tightest_group("0::/\n", Path::new("/none"), &read), None);
+}
+
+#[test]
+fn a_gpu_is_told_with_its_node_its_link_and_how_it_is_attached() {
+    let text = examine(&Fixture::sound()).text();
+    for part in [
+        "speaks CUDA 13.1, kernel module 590.1",
+        "cuda:0 NVIDIA H200 GPU-0, 140.0 GiB, NUMA node 1",
+        "55.25 GB/s",
+        "PCIe 32.0 GT/s x16",
+        "2 nodes, cuda:0 at node 1",
+        "shmem_enabled is never",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("MIG"));
+    let mig = with_gpu(|one| one.gpu.name = "NVIDIA H200 MIG 1g.18gb".into());
+    assert!(examine(&mig).text().contains("a MIG device"));
+}
+
+#[test]
+fn a_slow_link_and_a_trial_that_hangs_are_told() {
+    let slow = complaint(&with_gpu(|one| {
+        one.trial = Trial::Passed {
+            took: Duration::ZERO,
+            link: Ok(Link {
+                rate: 4_990_000_000,
+                copies: 40,
+            }),
+        };
+    }));
+    assert_eq!((slow.name, slow.verdict), ("GPU link", Verdict::Warn));
+    assert!(slow.found.contains("4.99 GB/s"), "{slow:?}");
+    let hung = complaint(&with_gpu(|one| {
+        one.trial = Trial::Hung(Duration::from_secs(30));
+    }));
+    assert_eq!((hung.name, hung.verdict), ("GPU self-test", Verdict::Fail));
+    assert!(hung.found.contains("30 s"), "{hung:?}");
+}
+
+#[test]
+fn a_driver_that_cannot_be_used_says_what_it_lacks_and_what_helps() {
+    let trouble = |error| {
+        complaint(&Fixture::with(|f| {
+            f.gpus.driver = Err(DriverTrouble::Refused(error));
+        }))
+    };
+    let old = trouble(CudaError::MissingSymbol {
+        symbols: vec!["cuMemCreate", "cuStreamBatchMemOp_v2"],
+    });
+    assert!(old.found.contains("cuMemCreate, cuStreamBatchMemOp_v2"));
+    assert!(old.remedy.contains("newer"), "{old:?}");
+    for (code, remedy) in [
+        (100, "CUDA_VISIBLE_DEVICES"),
+        (802, "nvidia-fabricmanager"),
+        (803, "reboot"),
+        (999, "nvidia-smi"),
+    ] {
+        let check = trouble(CudaError::Call {
+            call: "cuInit",
+            code,
+        });
+        assert_eq!(check.verdict, Verdict::Fail);
+        assert!(check.remedy.contains(remedy), "{check:?}");
+    }
+    let hung = complaint(&Fixture::with(|f| {
+        f.gpus.asked = false;
+        f.gpus.driver = Err(DriverTrouble::Hung(Duration::from_secs(20)));
+    }));
+    assert_eq!(hung.verdict, Verdict::Warn);
 }

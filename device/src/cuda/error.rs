@@ -13,10 +13,10 @@ pub enum CudaError {
         tried: String,
     },
     /// The driver is too old, or is none.
-    #[error("the CUDA driver has no {symbol}, which flextensord needs")]
+    #[error("the CUDA driver has no {}, which flextensord needs", symbols.join(", "))]
     MissingSymbol {
-        /// The call.
-        symbol: &'static str,
+        /// The calls.
+        symbols: Vec<&'static str>,
     },
     /// A call failed.
     #[error("{call} failed: {} ({code})", code::name(*.code))]

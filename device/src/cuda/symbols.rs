@@ -75,15 +75,17 @@ macro_rules! functions {
             /// and return the same; it stays loaded as long as the table is used.
             ///
             /// # Errors
-            /// The first required one that is missing.
+            /// All required ones that are missing.
             pub(super) unsafe fn find(library: &Library) -> Result<Self, CudaError> {
+                // SAFETY: the caller vouches for the library.
+                let missing = || unsafe { missing(library) };
                 Ok(Self {
                     // SAFETY: the types stand beside the names as the driver API
                     // reference has them, and the caller vouches for the library.
                     $($field: unsafe {
                         find(library, stringify!($symbol)) $(.or_else(|| find(library, stringify!($older))))?
                     }
-                    .ok_or(CudaError::MissingSymbol { symbol: stringify!($symbol) })?,)*
+                    .ok_or_else(missing)?,)*
                     // SAFETY: as above.
                     $($maybe: unsafe { find(library, stringify!($maybe_symbol)) },)*
                 })
@@ -101,6 +103,19 @@ unsafe fn find<F: Copy>(library: &Library, name: &'static str) -> Option<Found<F
     let symbol = unsafe { library.get::<Option<F>>(name) }.ok()?;
     let function = (*symbol)?;
     Some(Found { name, function })
+}
+
+/// Names every required function that the library lacks.
+///
+/// # Safety
+/// The library is a CUDA driver, or has functions of these names.
+unsafe fn missing(library: &Library) -> CudaError {
+    // SAFETY: functions under these names, as the caller says; none of them is called.
+    let there = |name| unsafe { find::<unsafe extern "C" fn()>(library, name) }.is_some();
+    let lacks = |symbol: &&Symbol| !there(symbol.name) && !symbol.older.is_some_and(there);
+    CudaError::MissingSymbol {
+        symbols: REQUIRED.iter().filter(lacks).map(|s| s.name).collect(),
+    }
 }
 
 functions! {

@@ -90,9 +90,22 @@ fn the_system_driver_loads_or_says_what_was_tried() {
 fn each_required_symbol_is_named_when_it_is_missing() {
     for missing in ["cuInit", "cuMemHostRegister_v2", "cuStreamBatchMemOp_v2"] {
         let error = load_stub("", &[missing]).expect_err("a symbol is missing");
-        assert_eq!(error, CudaError::MissingSymbol { symbol: missing });
+        assert_eq!(
+            error,
+            CudaError::MissingSymbol {
+                symbols: vec![missing]
+            }
+        );
         assert!(error.to_string().contains(missing), "{error}");
     }
+}
+
+#[test]
+fn all_missing_symbols_are_named_at_once() {
+    let without = ["cuMemCreate", "cuEventQuery"];
+    let error = load_stub("", &without).expect_err("two symbols are missing");
+    let text = error.to_string();
+    assert!(without.iter().all(|name| text.contains(name)), "{text}");
 }
 
 #[test]
@@ -104,7 +117,12 @@ fn an_older_name_serves_and_none_does_not() {
     let elapsed = unsafe { driver.elapsed_ms(EventHandle(1), EventHandle(2)) };
     assert_eq!(elapsed, Ok(1.5));
     let error = load_stub("", &[newer, older]).expect_err("neither is there");
-    assert_eq!(error, CudaError::MissingSymbol { symbol: newer });
+    assert_eq!(
+        error,
+        CudaError::MissingSymbol {
+            symbols: vec![newer]
+        }
+    );
 }
 
 #[test]
