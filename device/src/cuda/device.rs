@@ -245,8 +245,9 @@ impl Running {
         let (registration, progress_word) = Registration::mapped(&context, &progress)?;
         Ok(Self {
             copies: Stream::new(&context)?,
-            // a write goes through the engine that runs kernels: behind those of a client,
-            // copies in pieces of 32 MiB came to 96.4 % of the link, urgent ones to 99.4 %
+            // a write runs on the engine of the kernels: beside a process that computes,
+            // pieces of 32 MiB came to 97.3 % of the link, with urgent writes to 99.7 %
+            // (H200; docs/performance.md says what is left)
             writes: Stream::urgent(&context)?,
             arrived: Event::new(&context)?,
             queue: Mutex::default(),
