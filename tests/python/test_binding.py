@@ -21,7 +21,7 @@ LAYERS = [(tensor.name.removesuffix(".weight"), [tensor.name]) for tensor in TEN
 def flextensord(tmp_path_factory):
     library = TARGET / "lib_native.so"
     if not library.exists():
-        pytest.skip("the module is not built: cargo build -p flextensord-py")
+        pytest.fail("the module is not built: cargo build -p flextensord-py")
     sys.path.insert(0, str(machine.module(library, tmp_path_factory.mktemp("module"))))
     import flextensord
 

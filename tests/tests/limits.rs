@@ -183,3 +183,24 @@ fn a_header_of_millions_of_metadata_keys_leaves_no_memory_behind() {
     });
     assert!(back.is_ok(), "{before} became {after}");
 }
+
+#[test]
+fn threads_of_a_burst_of_calls_are_gone_once_it_is_over() {
+    let daemon = Daemon::start(&["--log", "warn"]).unwrap();
+    let path = daemon.scratch().join("m.safetensors");
+    checkpoint::write(&path, &checkpoint::layered(4, 1, 300_000)).unwrap();
+    let before = daemon.threads();
+    std::thread::scope(|scope| {
+        for _ in 0..24 {
+            scope.spawn(|| {
+                let client = daemon.client().unwrap();
+                let options = LoadOptions::default();
+                client.load(&path, "m", &options, |_| ()).unwrap();
+            });
+        }
+    });
+    assert!(daemon.threads() > before, "the calls took no threads");
+    // an idle thread of the pool waits ten seconds for work
+    let gone = || (daemon.threads() <= before).then_some(());
+    eventually("the threads are gone", 3 * SOON, gone).unwrap();
+}

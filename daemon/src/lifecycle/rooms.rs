@@ -2,7 +2,8 @@
 
 use std::{
     io,
-    sync::Arc,
+    sync::{Arc, Weak},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -13,7 +14,10 @@ use flextensord_device::{
 use flextensord_proto::v1::{
     admin_server::AdminServer, offload_server::OffloadServer, weights_server::WeightsServer,
 };
-use tokio::{sync::Notify, time};
+use tokio::{
+    sync::{Notify, oneshot},
+    time,
+};
 use tonic::transport::server::Router;
 
 use super::{
@@ -199,17 +203,27 @@ impl Rooms {
 
     /// Waits until a device has failed for good.
     async fn failed(&self) -> String {
-        loop {
-            time::sleep(HEALTH).await;
-            for device in self.managers.devices() {
-                let device = Arc::clone(device.memory.device());
-                let name = device.info().name.clone();
-                // a driver in trouble may take long to answer
-                let looked = tokio::task::spawn_blocking(move || device.failure()).await;
-                if let Ok(Some(failure)) = looked {
-                    return format!("device {name} has failed: {failure}");
-                }
-            }
+        let devices: Vec<Weak<ManagedDevice>> = self
+            .managers
+            .devices()
+            .iter()
+            .filter(|device| device.info().kind == "cuda")
+            .map(Arc::downgrade)
+            .collect();
+        if devices.is_empty() {
+            return std::future::pending().await;
+        }
+        let (tell, told) = oneshot::channel();
+        // a thread of its own: a driver in trouble may take long to answer, and a look
+        // every moment would keep all idle threads of the blocking pool alive in turn
+        let started = thread::Builder::new()
+            .name("health".to_owned())
+            .spawn(move || watch_devices(&devices, tell));
+        match started {
+            Ok(_) => told
+                .await
+                .unwrap_or_else(|_| "the look at devices ended by itself".to_owned()),
+            Err(error) => format!("no thread to look at devices: {error}"),
         }
     }
 
@@ -217,6 +231,22 @@ impl Rooms {
     pub(super) fn close(self) {
         self.notice(NoticePhase::Stopped);
         self.weights.close();
+    }
+}
+
+/// Tells how the first device failed; ends when nobody listens any more.
+fn watch_devices(devices: &[Weak<ManagedDevice>], tell: oneshot::Sender<String>) {
+    while !tell.is_closed() {
+        thread::sleep(HEALTH);
+        for device in devices.iter().filter_map(Weak::upgrade) {
+            if let Some(failure) = device.memory.device().failure() {
+                let name = &device.info().name;
+                // whoever listened may be gone by now
+                let _: Result<(), String> =
+                    tell.send(format!("device {name} has failed: {failure}"));
+                return;
+            }
+        }
     }
 }
 
