@@ -1,7 +1,7 @@
 //! What a device must do for the daemon: own memory that clients can map, and copy
 //! segments' bytes into it in order.
 
-use std::{fmt, os::fd::OwnedFd, sync::Arc};
+use std::{fmt, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use flextensord_proto::layout::LABEL_SIZE;
 
@@ -241,15 +241,6 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// [`DeviceError::Exhausted`] when there is too little.
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError>;
 
-    /// Makes the words of a control page visible to the device; needed before anything
-    /// is published there.
-    ///
-    /// # Errors
-    /// When the driver refuses.
-    fn pin_control(&self, _control: &ControlPage) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
     /// Pins a segment for the copies of all devices of this kind. `cuts` are offsets at
     /// which tensors begin; `progress` is told the bytes done, and says whether to go on.
     ///
@@ -264,8 +255,15 @@ pub trait Device: Send + Sync + fmt::Debug {
         Ok(Pins::none())
     }
 
-    /// The last copy that has arrived and is published; all before it have too.
+    /// The last copy that has arrived and is published; all before it have too. Where no
+    /// thread of the device does it, this publishes what has arrived since the last call.
     fn completed(&self) -> Ticket;
+
+    /// In what time the next copy will probably arrive, where somebody must ask for
+    /// [`Device::completed`] then; `None` when nothing is under way.
+    fn next_arrival(&self) -> Option<Duration> {
+        None
+    }
 
     /// Bytes queued and not yet copied.
     fn queued_bytes(&self) -> u64;

@@ -18,10 +18,6 @@ use flextensord_tests::{
 use nix::sys::signal::Signal;
 
 const DRIVER: &str = "gpus=1,memory=256MiB";
-/// Calls of the driver that the daemon makes for itself before the first segment: one,
-/// for the page where the GPU writes which copy has arrived.
-const OWN_REGISTRATIONS: u32 = 1;
-
 fn on_fake(faults: &str, flags: &[&str]) -> Daemon {
     Daemon::start_on_fake(&format!("{DRIVER}{faults}"), flags).unwrap()
 }
@@ -70,9 +66,7 @@ fn a_segment_larger_than_a_call_of_the_driver_takes_is_pinned_in_chunks() {
 /// Case 1: a chunk in the middle is refused.
 #[test]
 fn when_a_chunk_is_refused_nothing_of_the_segment_stays() {
-    let third = OWN_REGISTRATIONS + 3;
-    let faults = format!(",register_fail={third}:2");
-    let daemon = on_fake(&faults, &["--pin-chunk", "3MiB"]);
+    let daemon = on_fake(",register_fail=3:2", &["--pin-chunk", "3MiB"]);
     let failure = refusal(&daemon, "m");
     assert_eq!(failure.kind, Kind::Pinning);
     assert_eq!(failure.details["bytes"], (3 << 20).to_string());
@@ -89,9 +83,7 @@ fn when_a_chunk_is_refused_nothing_of_the_segment_stays() {
 /// Case 2: what is not pinned says so, and its error shows nowhere else.
 #[test]
 fn an_unpinned_set_is_refused_or_shown_as_degraded_and_its_error_stays_with_it() {
-    let refused = OWN_REGISTRATIONS + 1;
-    let faults = format!(",register_fail={refused}:801");
-    let daemon = on_fake(&faults, &["--require-pinned", "false"]);
+    let daemon = on_fake(",register_fail=1:801", &["--require-pinned", "false"]);
     load(&daemon, "m").unwrap();
     let status = daemon.status().unwrap();
     assert_eq!(status.weight_sets[0].pinned_bytes, 0);

@@ -233,9 +233,11 @@ fn hand_over(
     };
     let control = ControlPage::create(identity).map_err(|error| failed(error.to_string()))?;
     let control = Arc::new(control);
-    device.pin_control(&control).map_err(at(Step::Pinning))?;
     let cuda = |error: CudaError| at(Step::HandOver)(error.into());
     let context = device.context().map_err(at(Step::Context))?;
+    control
+        .pin(&context)
+        .map_err(|error| at(Step::Pinning)(error.into()))?;
     let stream = Stream::new(&context).map_err(cuda)?;
     let slots = control
         .slots()
@@ -364,6 +366,8 @@ fn wait(device: &CudaDevice, is_so: impl Fn() -> bool) -> Wait {
     let begin = Instant::now();
     let mut looked = begin;
     while !is_so() {
+        // what has arrived is published by who asks
+        device.completed();
         if begin.elapsed() > STEP {
             return Wait::Late;
         }

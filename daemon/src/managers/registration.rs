@@ -145,7 +145,6 @@ fn prepare(
         bytes => Some(given.reservation.allocate(bytes)?),
     };
     let control = ControlPage::create(identity(manager, &structure))?;
-    manager.device.memory.device().pin_control(&control)?;
     Ok(Model {
         attachment,
         plan_version: FIRST_PLAN,

@@ -31,6 +31,12 @@ const POLL: (Duration, Duration) = (Duration::from_micros(20), Duration::from_mi
 const IDLE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(10));
 /// Longest sleep while copies are under way there: their places are wanted again soon.
 const BUSY: Duration = Duration::from_micros(50);
+/// How long before a copy arrives there the engine stays awake, to publish it at once: a
+/// sleep ends later than it should.
+const EARLY: Duration = Duration::from_micros(40);
+/// How long after the last work it does so no more: a copy that takes that long is not about
+/// to arrive.
+const LATE: Duration = Duration::from_millis(100);
 /// How long a stream whose copy was refused is left alone.
 const REFUSED: Duration = Duration::from_secs(1);
 /// Precision of the sleeps, instead of the 50 µs that threads have (prctl(2)).
@@ -187,15 +193,7 @@ impl Work {
             if !self.obey() {
                 return;
             }
-            let mut worked = self.work();
-            if !worked && !asleep {
-                self.say_asleep(true);
-                asleep = true;
-                // once more: a client that changed a word before it could see us asleep
-                // did not ring
-                worked = self.work();
-            }
-            if worked {
+            if self.work() {
                 if std::mem::take(&mut asleep) {
                     self.say_asleep(false);
                 }
@@ -203,13 +201,19 @@ impl Work {
                 last_work = Instant::now();
                 continue;
             }
-            let limit = if self.device.info().clients_can_ring || self.streams.is_empty() {
-                RUNG
-            } else if self.device.queued_bytes() > 0 {
-                pause.min(BUSY)
-            } else {
-                pause
-            };
+            let limit = self.rest(pause, last_work);
+            if limit.is_zero() {
+                thread::yield_now();
+                continue;
+            }
+            // nobody need ring for less
+            if limit > BUSY && !asleep {
+                self.say_asleep(true);
+                asleep = true;
+                // once more: a client that changed a word before it could see us asleep
+                // did not ring
+                continue;
+            }
             let mut bells = vec![self.bell.as_ref(), self.device.completion_bell().as_ref()];
             bells.extend(
                 self.streams
@@ -229,6 +233,21 @@ impl Work {
                 _ => POLL.1,
             };
             pause = (pause * 2).min(longest);
+        }
+    }
+
+    /// How long to sleep now; zero when a copy is about to arrive. `pause` is how long it
+    /// would be with nothing under way, where clients cannot ring.
+    fn rest(&self, pause: Duration, last_work: Instant) -> Duration {
+        if self.device.info().clients_can_ring {
+            return RUNG;
+        }
+        match self.device.next_arrival() {
+            Some(_) if last_work.elapsed() > LATE => BUSY,
+            Some(arrival) => pause.min(BUSY).min(arrival.saturating_sub(EARLY)),
+            // nobody looks at words; what is left of a stream is waited for above
+            None if self.streams.is_empty() => RUNG,
+            None => pause,
         }
     }
 

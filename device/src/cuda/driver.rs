@@ -371,12 +371,11 @@ pub trait Driver: Send + Sync + fmt::Debug {
         stream: StreamHandle,
     ) -> Outcome<()>;
 
-    /// Makes a stream that does not wait for the legacy default stream; an urgent one goes
-    /// before the work of others, other processes' too.
+    /// Makes a stream that does not wait for the legacy default stream.
     ///
     /// # Errors
     /// What the driver says.
-    fn create_stream(&self, urgent: bool) -> Outcome<StreamHandle>;
+    fn create_stream(&self) -> Outcome<StreamHandle>;
 
     /// Destroys a stream; what is queued on it still runs.
     ///

@@ -22,6 +22,7 @@ pub mod fake;
 pub mod gpu;
 pub mod libcuda;
 pub mod memory;
+mod pace;
 pub mod registration;
 pub mod slots;
 pub mod stream;

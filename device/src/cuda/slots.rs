@@ -1,5 +1,5 @@
-//! The slot words of a control page as a GPU sees them: acquire, release and publish as
-//! operations of a stream.
+//! The slot words of a control page as a GPU sees them: acquire and release as operations of
+//! a stream.
 //!
 //! All of a client's operations write constants to fixed addresses, so that a graph can
 //! hold them (design section 6). The client touches the low half of a word alone: the
@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use flextensord_proto::layout::{self, State, WANT_NONE, Word};
+use flextensord_proto::layout::{self, State, WANT_NONE};
 
 use super::{
     context::Context,
@@ -94,14 +94,6 @@ impl SlotWords {
             });
         }
         submit(&self.context, stream, &ops)
-    }
-
-    /// Daemon: the operation that publishes a copy.
-    pub(super) fn publish(&self, part: u32, sequence: u32) -> Result<StreamOp, CudaError> {
-        Ok(StreamOp::Write64 {
-            address: self.slot(part)?,
-            value: Word::new(sequence, State::Full).0,
-        })
     }
 
     fn want(&self, part: u32) -> StreamOp {

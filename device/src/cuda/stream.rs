@@ -21,19 +21,7 @@ impl Stream {
     /// # Errors
     /// What the driver says.
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Self::make(context, false)
-    }
-
-    /// Makes one whose work goes before that of others.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn urgent(context: &Arc<Context>) -> Result<Self, CudaError> {
-        Self::make(context, true)
-    }
-
-    fn make(context: &Arc<Context>, urgent: bool) -> Result<Self, CudaError> {
-        let handle = context.with(|driver| driver.create_stream(urgent))?;
+        let handle = context.with(|driver| driver.create_stream())?;
         Ok(Self {
             context: Arc::clone(context),
             handle,

@@ -182,10 +182,6 @@ functions! {
         fill: cuMemsetD8Async(sys::CUdeviceptr, u8, usize, Handle);
         /// streams of the daemon
         stream_create: cuStreamCreate(*mut Handle, c_uint);
-        /// slot words go before the kernels of clients
-        stream_create_with_priority: cuStreamCreateWithPriority(*mut Handle, c_uint, c_int);
-        /// the highest priority that there is
-        stream_priorities: cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int);
         /// lets a stream go
         stream_destroy: cuStreamDestroy_v2(Handle);
         /// progress without waiting, and errors of what ran

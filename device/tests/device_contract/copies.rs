@@ -8,7 +8,7 @@ use flextensord_device::{
 };
 use flextensord_proto::layout::{LABEL_BYTES, State, Word};
 
-use crate::setting::{Setting, pattern, segment, source, wait_until};
+use crate::setting::{Setting, pattern, segment, source};
 
 pub(crate) fn bytes_of_any_size_and_offset_arrive_whole(on: &Setting) {
     const SEGMENT: usize = 40 << 20;
@@ -58,7 +58,7 @@ pub(crate) fn a_publication_comes_after_its_bytes(on: &Setting) {
         };
         let source = source(&from, 0, BYTES as u64);
         memory.fill(LABEL_BYTES, source, &[publish]).unwrap();
-        wait_until("a part is full", || {
+        on.until("a part is full", || {
             control.load(0) == Word::new(round, State::Full)
         });
         let read = on.read(&memory, LABEL_BYTES, BYTES);

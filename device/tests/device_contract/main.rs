@@ -72,7 +72,7 @@ cases! {
         pinning::a_range_is_not_pinned_twice,
         pinning::unpinned_memory_is_copied_all_the_same,
         streams::a_stream_waits_for_a_part_marks_it_and_gives_it_back,
-        streams::a_write_of_64_bits_satisfies_a_wait_for_its_low_half,
+        streams::a_publication_from_the_host_satisfies_a_wait_for_its_low_half,
         streams::an_event_holds_up_what_it_stood_for_when_it_was_asked,
         streams::many_parts_are_taken_in_batches,
         streams::a_part_that_the_page_has_not_is_refused;

@@ -83,13 +83,30 @@ impl Setting {
             parts,
         };
         let control = ControlPage::create(identity).unwrap();
-        self.device.pin_control(&control).unwrap();
+        if let Some(gpu) = &self.gpu {
+            // as a client does
+            control.pin(&gpu.context).unwrap();
+        }
         Arc::new(control)
     }
 
     /// Waits until a copy has arrived.
     pub(crate) fn wait(&self, ticket: Ticket) {
-        wait_until("a copy arrives", || self.device.completed() >= ticket);
+        self.until("a copy arrives", || self.device.completed() >= ticket);
+    }
+
+    /// Waits until something is so. As an engine does, it asks the device meanwhile for
+    /// what has arrived.
+    pub(crate) fn until(&self, what: &str, is_so: impl Fn() -> bool) {
+        let begin = Instant::now();
+        loop {
+            self.device.completed();
+            if is_so() {
+                return;
+            }
+            assert!(begin.elapsed() < LIMIT, "never: {what}");
+            thread::sleep(Duration::from_micros(50));
+        }
     }
 
     /// What a client reads there.
@@ -147,13 +164,5 @@ pub(crate) fn source(segment: &Arc<Mapping>, offset: u64, bytes: u64) -> Source 
         segment: Arc::clone(segment),
         offset,
         bytes,
-    }
-}
-
-pub(crate) fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let begin = Instant::now();
-    while !is_so() {
-        assert!(begin.elapsed() < LIMIT, "never: {what}");
-        thread::sleep(Duration::from_micros(50));
     }
 }

@@ -12,7 +12,7 @@ use flextensord_device::{
 };
 use flextensord_proto::layout::{LABEL_BYTES, State, WANT_NONE, Word};
 
-use crate::setting::{Setting, segment, source, wait_until};
+use crate::setting::{Setting, segment, source};
 
 pub(crate) fn a_stream_waits_for_a_part_marks_it_and_gives_it_back(on: &Setting) {
     let context = &on.gpu().context;
@@ -20,7 +20,7 @@ pub(crate) fn a_stream_waits_for_a_part_marks_it_and_gives_it_back(on: &Setting)
     let slots = control.slots().unwrap();
     let stream = Stream::new(context).unwrap();
     slots.take(CallerStream::from(&stream), &[2]).unwrap();
-    wait_until("the stream says what it waits for", || control.want() == 2);
+    on.until("the stream says what it waits for", || control.want() == 2);
     thread::sleep(Duration::from_millis(20));
     assert!(!stream.is_done().unwrap());
     let memory = on.allocate(4096);
@@ -31,17 +31,17 @@ pub(crate) fn a_stream_waits_for_a_part_marks_it_and_gives_it_back(on: &Setting)
     };
     let source = source(&segment(256, 21), 0, 256);
     memory.fill(LABEL_BYTES, source, &[publish]).unwrap();
-    wait_until("the part is taken", || {
+    on.until("the part is taken", || {
         control.load(2) == Word::new(7, State::InUse) && control.want() == WANT_NONE
     });
     slots.give_back(CallerStream::from(&stream), &[2]).unwrap();
-    wait_until("the part is given back", || {
+    on.until("the part is given back", || {
         control.load(2) == Word::new(7, State::Empty)
     });
     assert!(control.load(2).is_empty(7));
 }
 
-pub(crate) fn a_write_of_64_bits_satisfies_a_wait_for_its_low_half(on: &Setting) {
+pub(crate) fn a_publication_from_the_host_satisfies_a_wait_for_its_low_half(on: &Setting) {
     let context = &on.gpu().context;
     let control = on.control(1);
     let stream = Stream::new(context).unwrap();
@@ -59,12 +59,12 @@ pub(crate) fn a_write_of_64_bits_satisfies_a_wait_for_its_low_half(on: &Setting)
         };
         let source = source(&segment(256, 22), 0, 256);
         memory.fill(LABEL_BYTES, source, &[publish]).unwrap();
-        wait_until("the part is taken", || {
+        on.until("the part is taken", || {
             control.load(0) == Word::new(sequence, State::InUse)
         });
         let slots = control.slots().unwrap();
         slots.give_back(CallerStream::from(&stream), &[0]).unwrap();
-        wait_until("the part is given back", || {
+        on.until("the part is given back", || {
             control.load(0).is_empty(sequence)
         });
     }
@@ -83,7 +83,7 @@ pub(crate) fn an_event_holds_up_what_it_stood_for_when_it_was_asked(on: &Setting
     event.hold_up(second).unwrap();
     slots.take(first, &[0]).unwrap();
     event.record(first).unwrap();
-    wait_until("what waited for the first recording goes on", || {
+    on.until("what waited for the first recording goes on", || {
         two.is_done().unwrap()
     });
     assert!(!event.has_passed().unwrap());
@@ -99,7 +99,7 @@ pub(crate) fn an_event_holds_up_what_it_stood_for_when_it_was_asked(on: &Setting
     };
     let source = source(&segment(256, 23), 0, 256);
     memory.fill(LABEL_BYTES, source, &[publish]).unwrap();
-    wait_until("both go on", || {
+    on.until("both go on", || {
         one.is_done().unwrap() && two.is_done().unwrap()
     });
     assert!(event.has_passed().unwrap());
@@ -123,10 +123,10 @@ pub(crate) fn many_parts_are_taken_in_batches(on: &Setting) {
         let source = source(&from, 0, 256);
         memory.fill(LABEL_BYTES, source, &[publish]).unwrap();
     }
-    wait_until("all are taken", || stream.is_done().unwrap());
+    on.until("all are taken", || stream.is_done().unwrap());
     assert_eq!(control.parts_in_use(), PARTS);
     slots.give_back(CallerStream::from(&stream), &all).unwrap();
-    wait_until("all are given back", || control.parts_in_use() == 0);
+    on.until("all are given back", || control.parts_in_use() == 0);
 }
 
 pub(crate) fn a_part_that_the_page_has_not_is_refused(on: &Setting) {

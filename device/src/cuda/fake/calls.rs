@@ -211,7 +211,7 @@ impl Driver for FakeDriver {
         named("cuMemsetD8Async", queued)
     }
 
-    fn create_stream(&self, _urgent: bool) -> Outcome<StreamHandle> {
+    fn create_stream(&self) -> Outcome<StreamHandle> {
         let made = self.current_sound().and_then(|gpu| {
             let handle = StreamHandle(host(self.shared.number())?);
             self.shared.add_stream(&self.start(handle, gpu)?);

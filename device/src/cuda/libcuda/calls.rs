@@ -316,18 +316,9 @@ impl Driver for Libcuda {
         unsafe { call!(self.fill(target, byte, bytes, stream.0)) }
     }
 
-    fn create_stream(&self, urgent: bool) -> Outcome<StreamHandle> {
+    fn create_stream(&self) -> Outcome<StreamHandle> {
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         let mut stream = 0;
-        if urgent {
-            let (mut least, mut greatest) = (0, 0);
-            // SAFETY: the driver writes two numbers before it returns.
-            unsafe { call!(self.stream_priorities(&raw mut least, &raw mut greatest)) }?;
-            // SAFETY: the driver writes one handle before it returns; no current context
-            // is an error to it.
-            unsafe { call!(self.stream_create_with_priority(&raw mut stream, flags, greatest)) }?;
-            return Ok(StreamHandle(stream));
-        }
         // SAFETY: the driver writes one handle before it returns; no current context is
         // an error to it.
         unsafe { call!(self.stream_create(&raw mut stream, flags)) }?;

@@ -256,7 +256,7 @@ fn the_driver_is_told_what_was_meant() {
         assert_eq!(driver.attribute(gpu, attribute), Ok(number));
     }
     assert_eq!(driver.create(gpu, 4096), Ok(AllocationHandle(4096)));
-    assert_eq!(driver.create_stream(false), Ok(StreamHandle(3)));
+    assert_eq!(driver.create_stream(), Ok(StreamHandle(3)));
     assert_eq!(driver.create_event(true), Ok(EventHandle(0)));
     assert_eq!(driver.create_event(false), Ok(EventHandle(2)));
     for (mapped, flags) in [(false, 1), (true, 3)] {

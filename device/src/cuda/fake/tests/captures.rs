@@ -18,7 +18,7 @@ fn what_is_captured_runs_at_every_launch_and_not_before() {
     let (page, driver) = (host(PAGE), driver(""));
     let words = pin(&driver, &page);
     let (_, target) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let runs = Arc::new(AtomicU32::new(0));
     let counted = Arc::clone(&runs);
     assert_eq!(capture_of(&driver, stream), Capture::None);
@@ -56,8 +56,8 @@ fn what_is_captured_runs_at_every_launch_and_not_before() {
 fn an_event_from_outside_makes_a_capture_invalid() {
     let driver = driver("");
     let (stream, other) = (
-        driver.create_stream(false).unwrap(),
-        driver.create_stream(false).unwrap(),
+        driver.create_stream().unwrap(),
+        driver.create_stream().unwrap(),
     );
     let event = driver.create_event(false).unwrap();
     record(&driver, event, other).unwrap();
@@ -74,8 +74,8 @@ fn an_event_from_outside_makes_a_capture_invalid() {
 fn another_stream_joins_through_an_event_and_must_be_waited_for() {
     let driver = driver("");
     let (stream, other) = (
-        driver.create_stream(false).unwrap(),
-        driver.create_stream(false).unwrap(),
+        driver.create_stream().unwrap(),
+        driver.create_stream().unwrap(),
     );
     let (fork, join) = (
         driver.create_event(false).unwrap(),
@@ -106,7 +106,7 @@ fn another_stream_joins_through_an_event_and_must_be_waited_for() {
 #[test]
 fn captures_do_not_merge() {
     let driver = driver("");
-    let streams = [(); 2].map(|()| driver.create_stream(false).unwrap());
+    let streams = [(); 2].map(|()| driver.create_stream().unwrap());
     let event = driver.create_event(false).unwrap();
     for stream in streams {
         driver.begin_capture(stream).unwrap();
@@ -120,7 +120,7 @@ fn captures_do_not_merge() {
 #[test]
 fn a_query_ends_a_capture() {
     let driver = driver("");
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     driver.begin_capture(stream).unwrap();
     assert_eq!(code(is_done(&driver, stream)), Some(900));
     assert_eq!(code(driver.end_capture(stream)), Some(901));
@@ -138,7 +138,7 @@ fn a_query_ends_a_capture() {
 #[test]
 fn what_cannot_be_captured_says_so() {
     let driver = driver("");
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     assert_eq!(code(driver.begin_capture(StreamHandle(0))), Some(900));
     assert_eq!(code(driver.end_capture(stream)), Some(401));
     driver.begin_capture(stream).unwrap();

@@ -39,15 +39,15 @@ fn what_one_process_writes_another_reads_and_may_not_write() {
             .unwrap();
         client.push(client.retain_primary(one).unwrap()).unwrap();
     }
-    let stream = daemon.create_stream(false).unwrap();
+    let stream = daemon.create_stream().unwrap();
     let bytes = [7_u8; 16];
     copy_in(&daemon, ours, bytes.as_ptr().addr(), 16, stream).unwrap();
     settle(&daemon, stream);
     assert_eq!(read(&client, theirs, 16), bytes);
-    let stream = client.create_stream(false).unwrap();
+    let stream = client.create_stream().unwrap();
     copy_in(&client, theirs, bytes.as_ptr().addr(), 16, stream).unwrap();
     assert_eq!(broken(&client, stream), Some(700));
-    settle(&daemon, daemon.create_stream(false).unwrap());
+    settle(&daemon, daemon.create_stream().unwrap());
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn memory_counts_until_its_last_holder_in_any_process_is_gone() {
 fn a_descriptor_alone_keeps_memory_and_brings_it_back() {
     let driver = driver("memory=8MiB");
     let (handle, address) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     // SAFETY: the range is mapped until the fill is done.
     unsafe { driver.fill(address, 9, 64, stream).unwrap() };
     settle(&driver, stream);
@@ -168,7 +168,7 @@ fn sizes_and_ranges_must_fit() {
 fn a_kernel_that_reads_without_access_breaks_the_context_for_good() {
     let driver = driver("");
     let (handle, address) = mapped(&driver, UNIT, DeviceAccess::Read);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     // SAFETY: mapped, and nothing runs.
     unsafe {
         driver
@@ -182,7 +182,7 @@ fn a_kernel_that_reads_without_access_breaks_the_context_for_good() {
     assert_eq!(broken(&driver, stream), Some(700));
     assert_eq!(code(driver.memory_info()), Some(700));
     assert_eq!(code(driver.create(GPU, UNIT)), Some(700));
-    assert_eq!(code(driver.create_stream(false)), Some(700));
+    assert_eq!(code(driver.create_stream()), Some(700));
     assert_eq!(code(driver.create_event(true)), Some(700));
     assert_eq!(code(driver.retain_primary(GPU)), Some(700));
     assert_eq!(code(export(&driver, handle)), Some(700));

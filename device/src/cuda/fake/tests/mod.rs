@@ -98,7 +98,7 @@ fn broken(driver: &FakeDriver, stream: StreamHandle) -> Option<u32> {
 }
 
 fn read(driver: &FakeDriver, address: DeviceAddress, bytes: usize) -> Vec<u8> {
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let (tell, told) = std::sync::mpsc::channel();
     let work = move |kernel: &super::Kernel<'_>| {
         let mut target = vec![0; bytes];

@@ -87,7 +87,7 @@ fn the_same_size_is_registered_two_hundred_times() {
 fn a_copy_across_registrations_is_refused_and_one_from_plain_memory_works() {
     let (memory, driver) = (host(3 * PAGE), driver(""));
     let (_, target) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let start = at(&memory);
     memory.write(PAGE - 2, &[1, 2, 3, 4]).unwrap();
     copy_in(&driver, target, start + PAGE - 2, 4, stream).unwrap();

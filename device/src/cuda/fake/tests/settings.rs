@@ -76,7 +76,7 @@ fn contexts_are_counted_and_end_with_the_last_release() {
     let driver = driver("gpus=2");
     let context = driver.retain_primary(Ordinal(1)).unwrap();
     assert_eq!(driver.counts().contexts, [1, 1]);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     // SAFETY: nothing made in either is used again, but to see that it is refused.
     unsafe {
         driver.release_primary(Ordinal(1)).unwrap();
@@ -94,7 +94,7 @@ fn calls_that_need_a_context_are_refused_on_a_thread_without_one() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             assert_eq!(code(driver.memory_info()), Some(201));
-            assert_eq!(code(driver.create_stream(false)), Some(201));
+            assert_eq!(code(driver.create_stream()), Some(201));
             assert_eq!(code(driver.pop()), Some(201));
         });
     });

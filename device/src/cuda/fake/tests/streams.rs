@@ -14,7 +14,7 @@ use super::{
 fn steps_run_in_order_and_a_wait_holds_those_behind_it() {
     let (page, driver) = (host(PAGE), driver(""));
     let words = pin(&driver, &page);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let ops = [
         wait_for(words, 1),
         StreamOp::Write32 {
@@ -39,7 +39,7 @@ fn steps_run_in_order_and_a_wait_holds_those_behind_it() {
 #[test]
 fn words_that_no_gpu_could_reach_are_refused_and_nothing_is_queued() {
     let (page, driver) = (host(PAGE), driver(""));
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     assert_eq!(
         code(batch(&driver, stream, &[wait_for(at(&page) as u64, 0)])),
         Some(1)
@@ -81,7 +81,7 @@ fn access_that_is_taken_while_a_stream_waits_breaks_the_kernel_behind_the_wait()
     let (page, driver) = (host(PAGE), driver(""));
     let words = pin(&driver, &page);
     let (_, ring) = mapped(&driver, UNIT, DeviceAccess::Read);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     batch(&driver, stream, &[wait_for(words, 1)]).unwrap();
     let kernel = move |kernel: &super::super::Kernel<'_>| {
         let _ = kernel.read(ring, &mut [0; 8]);
@@ -102,7 +102,7 @@ fn access_that_is_taken_while_a_stream_waits_breaks_the_kernel_behind_the_wait()
 fn a_broken_context_ends_waits_and_writes_nothing_more() {
     let (page, driver) = (host(PAGE), driver(""));
     let words = pin(&driver, &page);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let write = StreamOp::Write32 {
         address: words + 4,
         value: 1,
@@ -122,8 +122,8 @@ fn an_event_orders_streams_and_passes_when_reached() {
     let (page, driver) = (host(PAGE), driver(""));
     let words = pin(&driver, &page);
     let (first, second) = (
-        driver.create_stream(false).unwrap(),
-        driver.create_stream(false).unwrap(),
+        driver.create_stream().unwrap(),
+        driver.create_stream().unwrap(),
     );
     let (begin, end) = (
         driver.create_event(true).unwrap(),
@@ -163,7 +163,7 @@ fn an_event_orders_streams_and_passes_when_reached() {
 fn what_a_destroyed_stream_has_queued_still_runs() {
     let (page, driver) = (host(PAGE), driver(""));
     let words = pin(&driver, &page);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let write = StreamOp::Write32 {
         address: words,
         value: 2,
@@ -194,7 +194,7 @@ fn the_implicit_stream_has_three_names() {
 fn held_copies_move_when_told() {
     let (source, driver) = (host(PAGE), driver(""));
     let (_, target) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     source.write(0, &[1, 2]).unwrap();
     driver.hold_copies();
     for byte in 0..2 {
@@ -230,7 +230,7 @@ fn copies_go_both_ways_over_many_strides() {
     let (_, device) = mapped(&driver, 2 * UNIT, DeviceAccess::ReadWrite);
     let pattern: Vec<u8> = (0..=250).cycle().take(bytes - 5).collect();
     source.write(5, &pattern).unwrap();
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     copy_in(&driver, device + 3, at(&source), bytes, stream).unwrap();
     // SAFETY: both sides outlive the driver's work.
     unsafe {
@@ -247,7 +247,7 @@ fn copies_go_both_ways_over_many_strides() {
 fn copies_keep_to_the_bandwidth_together() {
     let (source, driver) = (host(1 << 20), driver("bandwidth=16MiB"));
     let (_, target) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let streams = [(); 2].map(|()| driver.create_stream(false).unwrap());
+    let streams = [(); 2].map(|()| driver.create_stream().unwrap());
     let begun = Instant::now();
     for stream in streams {
         copy_in(&driver, target, at(&source), 1 << 20, stream).unwrap();
@@ -262,7 +262,7 @@ fn copies_keep_to_the_bandwidth_together() {
 fn the_nth_copy_breaks_the_context() {
     let (source, driver) = (host(PAGE), driver("break_at_copy=3:700"));
     let (_, target) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     for _ in 0..2 {
         copy_in(&driver, target, at(&source), PAGE, stream).unwrap();
         settle(&driver, stream);
@@ -279,7 +279,7 @@ fn the_nth_copy_breaks_the_context() {
 #[test]
 fn a_panic_in_a_kernel_is_a_failed_launch() {
     let driver = driver("");
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     driver
         .run(stream, |_| panic!("asked for by the test"))
         .unwrap();
@@ -290,7 +290,7 @@ fn a_panic_in_a_kernel_is_a_failed_launch() {
 fn a_kernel_writes_what_a_copy_reads_back() {
     let (back, driver) = (host(PAGE), driver(""));
     let (_, device) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let stream = driver.create_stream(false).unwrap();
+    let stream = driver.create_stream().unwrap();
     let work = move |kernel: &super::super::Kernel<'_>| kernel.write(device, &[4, 5]).unwrap();
     driver.run(stream, work).unwrap();
     // SAFETY: both sides outlive the driver's work.
@@ -304,7 +304,7 @@ fn dropping_the_driver_ends_whatever_its_threads_wait_for() {
     let (page, driver) = (host(PAGE), driver("bandwidth=1KiB"));
     let words = pin(&driver, &page);
     let (_, target) = mapped(&driver, UNIT, DeviceAccess::ReadWrite);
-    let streams = [(); 4].map(|()| driver.create_stream(false).unwrap());
+    let streams = [(); 4].map(|()| driver.create_stream().unwrap());
     let event = driver.create_event(false).unwrap();
     batch(&driver, streams[0], &[wait_for(words, 1)]).unwrap();
     record(&driver, event, streams[0]).unwrap();
