@@ -104,6 +104,7 @@ pub struct SegmentBuilder {
     temporary: TemporaryName,
     target: PathBuf,
     bytes: u64,
+    misplaced: Option<KernelError>,
 }
 
 #[derive(Debug)]
@@ -129,12 +130,11 @@ impl SegmentBuilder {
     }
 
     /// As [`SegmentBuilder::new`], its pages on the NUMA node `node` as long as that has
-    /// room. `proceed` is told how many bytes are reserved, first 0, then after each
+    /// room and the kernel allows it ([`SegmentBuilder::misplaced`]). `proceed` is told how many bytes are reserved, first 0, then after each
     /// [`STEP`], and says whether to go on.
     ///
     /// # Errors
-    /// As [`SegmentBuilder::new`], and when the kernel knows no such node;
-    /// [`SegmentError::GivenUp`] when `proceed` says so.
+    /// As [`SegmentBuilder::new`]; [`SegmentError::GivenUp`] when `proceed` says so.
     pub fn on_node(
         directory: &Path,
         name: &str,
@@ -173,12 +173,14 @@ impl SegmentBuilder {
             return Err(full());
         }
         // the policy belongs to the object: it must stand before the first page does
+        let mut misplaced = None;
         let bound = match node {
             Some(node) => {
                 file.set_len(bytes)
                     .map_err(|e| KernelError::new(format!("size {}", path.display()), e))?;
                 let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
-                mapping.prefer_node(node)?;
+                // a container may forbid it: far pages are slower, and right
+                misplaced = mapping.prefer_node(node).err();
                 Some(mapping)
             }
             None => None,
@@ -213,7 +215,14 @@ impl SegmentBuilder {
             temporary,
             target,
             bytes,
+            misplaced,
         })
+    }
+
+    /// Why its pages do not lie on the NUMA node that was asked for, if so.
+    #[must_use]
+    pub fn misplaced(&self) -> Option<&KernelError> {
+        self.misplaced.as_ref()
     }
 
     /// The bytes to fill. The pages are reserved and read as zero.
@@ -356,12 +365,19 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_may_prefer_a_node_that_there_is_and_no_other() {
+    fn a_node_that_the_kernel_refuses_costs_the_place_and_not_the_segment() {
         let directory = tempfile::tempdir().unwrap();
         let on =
             |node| SegmentBuilder::on_node(directory.path(), "s", 9000, Some(node), &mut |_| true);
-        assert_eq!(on(0).unwrap().bytes_mut().unwrap().len(), 9000);
-        assert!(matches!(on(900), Err(SegmentError::Kernel(_))));
+        let mut near = on(0).unwrap();
+        assert!(near.misplaced().is_none());
+        assert_eq!(near.bytes_mut().unwrap().len(), 9000);
+        drop(near);
+        let mut far = on(900).unwrap();
+        let why = far.misplaced().map(ToString::to_string).unwrap();
+        assert!(why.contains("NUMA node 900"), "{why}");
+        assert_eq!(far.bytes_mut().unwrap().len(), 9000);
+        drop(far);
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

@@ -6,7 +6,8 @@
 - `hand_over`: parts that lie at one address. A kernel on a second stream sees the last bytes of
   a part arrive, a kernel behind the acquire says when it starts, both by the GPU's clock.
 - `cost_of_a_part`: parts of 256 KiB at addresses of their own, all full: acquires and releases
-  of a pass, by the host's clock when queued, by events when replayed from a graph.
+  of a pass, by the host's clock when queued, beside what the driver takes for the same from
+  ctypes, and by events when replayed from a graph.
 - `kernels_beside_copies`: a large GEMM and a memory-bound kernel, alone and while a thread of
   the process drains a second manager on another stream, without kernels of its own; for
   information, the same with that manager in another process.

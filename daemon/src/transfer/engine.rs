@@ -24,11 +24,14 @@ use super::stream::{Stream, StreamSpec};
 /// Most bytes queued on a device: a copy out of order waits for no more than that.
 const QUEUED_BYTES: u64 = 128 << 20;
 /// Shortest and longest sleep where clients cannot ring.
-const POLL: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(2));
-/// After how long without work the longest sleep there is another one. Who calls from the
-/// host rings at once; a graph that is launched after such a rest finds a full ring, and its
-/// second turn begins that much later, once. Polling every 2 ms cost 1.7 % of a core.
-const IDLE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_millis(10));
+const POLL: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(25));
+/// What part of the time since the last work a sleep there may be, beyond `BRISK`: who calls
+/// from the host rings at once, but a graph that is launched after a rest finds a full ring,
+/// and its second turn may begin that much later, once. A wake-up costs 40 to 70 us of a core
+/// (virtual machines), every 10 ms that is 0.7 % of one.
+const PATIENCE: u32 = 200;
+/// Sleeps up to this need no such reason.
+const BRISK: Duration = Duration::from_millis(2);
 /// Longest sleep while copies are under way there: their places are wanted again soon.
 const BUSY: Duration = Duration::from_micros(50);
 /// How long before a copy arrives there the engine stays awake, to publish it at once: a
@@ -228,10 +231,7 @@ impl Work {
                 asleep = false;
                 pause = POLL.0;
             }
-            let longest = match last_work.elapsed() {
-                idle if idle > IDLE.0 => IDLE.1,
-                _ => POLL.1,
-            };
+            let longest = (last_work.elapsed() / PATIENCE).clamp(BRISK, POLL.1);
             pause = (pause * 2).min(longest);
         }
     }

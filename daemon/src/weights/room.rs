@@ -56,6 +56,9 @@ impl WeightStore {
             let built = SegmentBuilder::on_node(directory, &name, bytes, node, &mut proceed);
             match built {
                 Ok(builder) => {
+                    if let Some(error) = builder.misplaced() {
+                        tracing::warn!(%error, "a segment lies where the kernel puts it");
+                    }
                     return Ok(Room {
                         builder,
                         reservation,
