@@ -7,8 +7,9 @@
 
 use crate::{cycle::Cycle, layout::Addresses, problem::Problem};
 
-/// Most parts that are tried in all places.
+/// Most parts that are tried in all places, and most ways to place them.
 const FEW: usize = 6;
+const WAYS: usize = 12_000_000;
 
 /// The parts that stream, if they are few.
 fn few(streams: &[bool]) -> Option<Vec<u32>> {
@@ -51,6 +52,12 @@ impl<'a> Places<'a> {
             starts: (0..parts.len()).map(sums).collect(),
             offsets: Vec::with_capacity(parts.len()),
         }
+    }
+
+    /// Whether all ways can be tried. Depends on sizes alone.
+    fn tractable(&self) -> bool {
+        let starts = self.starts.iter().map(Vec::len);
+        starts.fold(1, usize::saturating_mul) <= WAYS
     }
 
     fn bytes(&self, at: usize) -> u64 {
@@ -143,7 +150,10 @@ impl<'a> Places<'a> {
 pub(crate) fn least_capacity(problem: &Problem, streams: &[bool], most: u64) -> Option<u64> {
     let parts = few(streams)?;
     let mut least = most;
-    Places::new(problem, &parts).narrow(0, &mut least);
+    let mut places = Places::new(problem, &parts);
+    if places.tractable() {
+        places.narrow(0, &mut least);
+    }
     (least < most).then_some(least)
 }
 
@@ -158,6 +168,9 @@ pub(crate) fn best(
 ) -> Option<Addresses> {
     let parts = few(streams)?;
     let (mut least, mut best) = (most, None);
-    Places::new(problem, &parts).hurry(room, step_of, &mut least, &mut best);
+    let mut places = Places::new(problem, &parts);
+    if places.tractable() {
+        places.hurry(room, step_of, &mut least, &mut best);
+    }
     best
 }

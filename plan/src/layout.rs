@@ -91,20 +91,23 @@ pub(crate) fn places(
         sizes.reverse();
     }
     for capacity in sizes {
+        let mut found = false;
         for method in [Method::Around, Method::Apart, Method::Behind, Method::Low] {
             let needed = match method {
                 Method::Around | Method::Apart => true,
                 // as around where each use has one part
                 Method::Behind => !problem.lone,
-                Method::Low => !problem.single,
+                // the last resort
+                Method::Low => !found,
             };
             if !needed {
                 continue;
             }
-            if let Some(offsets) = ring::place(problem, streams, capacity, method)
-                && try_it(Addresses { capacity, offsets })
-            {
-                return;
+            if let Some(offsets) = ring::place(problem, streams, capacity, method) {
+                found = true;
+                if try_it(Addresses { capacity, offsets }) {
+                    return;
+                }
             }
         }
     }

@@ -3,7 +3,7 @@
 //! Pure: no I/O, no clock, no thread. The same input gives the same plan. The engine
 //! that carries a plan out knows nothing of how it was made.
 //!
-//! - [`input`]: what is to be planned; [`output`]: a plan and what it promises;
+//! - [`description`]: a model in a file; [`input`]: what is to be planned; [`output`]: a plan and what it promises;
 //! - `problem`: the input, checked, in whole picoseconds;
 //! - `strategy`: which parts stream; `spread`: which of one size;
 //! - `layout`, `ring`, `skyline`, `exact`: where they lie; `residents`: how the others lie;
@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod cycle;
+pub mod description;
 mod error;
 mod exact;
 pub mod input;
@@ -26,6 +27,7 @@ mod skyline;
 mod spread;
 mod strategy;
 
+pub use description::{Described, Description, DescriptionError};
 pub use error::PlanError;
 pub use input::{Acquire, BatchKey, Goal, Input, Layout, Link, Part, Strategy, Use};
 pub use output::{Block, Mode, Place, Plan};

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::input::{Layout, Strategy};
+use crate::input::{Layout, Link, Strategy};
 
 /// Where a part lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +80,8 @@ pub struct Forecast {
     pub plan_floor_s: f64,
     /// Compute alone.
     pub compute_s: f64,
+    /// The link that was reckoned with.
+    pub link: Link,
     /// The step less the budget bound: what better planning could gain at most.
     pub slack_s: f64,
     /// One for each batch key; a nameless one where compute is unknown.

@@ -172,6 +172,7 @@ fn forecast(input: &Input, problem: &Problem, found: &Found) -> Forecast {
         budget_bound_s,
         plan_floor_s: mean(|k| k.plan_floor_s),
         compute_s: mean(|k| k.compute_s),
+        link: input.link,
         slack_s: step_s - budget_bound_s,
         keys,
     }

@@ -26,9 +26,9 @@ use crate::{
 
 /// Most and least steps in which the streamed bytes grow; between them, so that a step of a
 /// model of many parts takes as long as one of a model of few.
-const RUNGS: (u64, u64) = (1024, 96);
+const RUNGS: (u64, u64) = (512, 96);
 /// Parts of all rungs together.
-const RUNG_PARTS: u64 = 2_000_000;
+const RUNG_PARTS: u64 = 1_000_000;
 /// Most that latency mode may lose to compute.
 pub(crate) const NEAR: f64 = 1.01;
 
