@@ -31,7 +31,7 @@ pub use description::{Described, Description, DescriptionError};
 pub use error::PlanError;
 pub use input::{Acquire, BatchKey, Goal, Input, Layout, Link, Part, Strategy, Use};
 pub use output::{Block, Mode, Place, Plan};
-pub use planner::plan;
+pub use planner::{forecast, plan};
 
 /// Parts under this size stay resident unless nothing else fits: a hand-over costs
 /// more than it saves.

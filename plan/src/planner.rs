@@ -6,7 +6,7 @@ use crate::{
     cycle::{Cycle, Timeline},
     error::PlanError,
     input::{Goal, Input},
-    layout,
+    layout::{self, Addresses},
     output::{Choice, Forecast, KeyForecast, Mode, Place, Plan, Span, Transfer},
     problem::{Key, Problem, seconds},
     residents::Residence,
@@ -150,13 +150,31 @@ fn build(
         streamed_bytes,
         least_feasible,
         weight_bytes: problem.bytes.iter().sum(),
-        forecast: forecast(input, problem, found),
+        forecast: forecast_of(input, problem, &found.addresses),
         choice,
     }
 }
 
-fn forecast(input: &Input, problem: &Problem, found: &Found) -> Forecast {
-    let cycle = Cycle::new(problem, &found.addresses.offsets, found.addresses.capacity);
+/// What `plan`, made for the same parts and uses, promises with the times of `input`: other
+/// compute, another link.
+///
+/// # Errors
+/// When the input makes no sense.
+pub fn forecast(input: &Input, plan: &Plan) -> Result<Forecast, PlanError> {
+    let problem = Problem::new(input)?;
+    let offset = |(part, bytes): (usize, &u64)| match plan.places.get(part) {
+        Some(Place::Streamed { offset }) if *bytes > 0 => offset.checked_sub(LABEL_BYTES),
+        _ => None,
+    };
+    let addresses = Addresses {
+        capacity: plan.ring_bytes.saturating_sub(LABEL_BYTES),
+        offsets: problem.bytes.iter().enumerate().map(offset).collect(),
+    };
+    Ok(forecast_of(input, &problem, &addresses))
+}
+
+fn forecast_of(input: &Input, problem: &Problem, addresses: &Addresses) -> Forecast {
+    let cycle = Cycle::new(problem, &addresses.offsets, addresses.capacity);
     let weights: u64 = problem.bytes.iter().sum();
     let surplus = weights.saturating_sub(input.goal.bytes());
     let least_link = problem.picoseconds_per_byte * surplus as f64 / 1e12;

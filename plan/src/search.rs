@@ -159,6 +159,7 @@ impl<'a> Search<'a> {
 
     fn consider(&mut self, strategy: Strategy, streams: &[bool]) {
         let problem = self.problem;
+        self.judged.entry(strategy).or_default();
         let streams: Vec<bool> = streams
             .iter()
             .enumerate()

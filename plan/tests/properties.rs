@@ -3,7 +3,7 @@
 
 use flextensord_plan::{
     Acquire, BatchKey, Goal, Input, Layout, Link, Place, Plan, PlanError, Strategy as Choice, Use,
-    plan,
+    forecast, plan,
 };
 use proptest::prelude::*;
 
@@ -260,6 +260,24 @@ fn an_input_and_a_plan_survive_a_file() {
     let read: Plan = serde_json::from_str(&text).unwrap();
     assert_eq!(read.places, found.places);
     assert_eq!(read.stream_order, found.stream_order);
+}
+
+#[test]
+fn a_plan_can_be_judged_with_other_times() {
+    let uses: Vec<Vec<u32>> = (0..8).map(|part| vec![part]).collect();
+    let mut input = Input::of_sizes(&[8 << 20; 8], &uses, 40 << 20);
+    let found = plan(&input).unwrap();
+    assert_eq!(forecast(&input, &found).unwrap(), found.forecast);
+    input.batch_keys = vec![BatchKey {
+        name: "k".into(),
+        weight: 1.0,
+    }];
+    input
+        .uses
+        .iter_mut()
+        .for_each(|used| used.compute_s = vec![1e-3]);
+    let slower = forecast(&input, &found).unwrap();
+    assert!(slower.compute_s == 8e-3 && slower.step_s >= 8e-3);
 }
 
 #[test]

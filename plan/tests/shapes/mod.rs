@@ -10,7 +10,7 @@ pub(crate) const LINK: f64 = 55.1e9;
 /// `layers` layers of parts of `sizes` bytes with `compute_s` seconds each, held part by
 /// part, within a share of all bytes.
 pub(crate) fn layered(layers: u32, sizes: &[u64], compute_s: f64, share: f64) -> Input {
-    let each = u32::try_from(sizes.len()).unwrap();
+    let each = u32::try_from(sizes.len()).unwrap_or(u32::MAX);
     let part = |bytes: &u64| Part {
         stored: *bytes,
         logical: *bytes,
