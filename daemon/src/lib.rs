@@ -5,7 +5,7 @@
 //! - [`weights`]: segments, identity, loading;
 //! - [`state`]: what a successor needs;
 //! - [`managers`]: ownership, leases, phases, holds;
-//! - [`plan`]: what stays, what streams, where: pure;
+//! - [`plan`]: what stays, what streams, where: pure, a crate of its own;
 //! - [`transfer`]: device memory and the engine that fills it;
 //! - [`channel`]: the descriptor channel and its tickets;
 //! - [`service`]: gRPC to the domain and back;
@@ -24,8 +24,9 @@ pub mod doctor;
 pub mod lifecycle;
 pub mod managers;
 pub mod phase;
-pub mod plan;
 pub mod service;
 pub mod state;
 pub mod transfer;
 pub mod weights;
+
+pub use flextensord_plan as plan;

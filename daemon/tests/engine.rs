@@ -70,12 +70,12 @@ fn content(part: u32, bytes: u64) -> Vec<u8> {
 }
 
 fn open(setting: &Setting, id: u64, sizes: &[u64], uses: &[Vec<u32>], budget: u64) -> Client {
-    let input = Input {
-        parts: sizes.to_vec(),
-        uses: uses.to_vec(),
-        budget,
-    };
-    let plan = plan::plan(&input).unwrap();
+    open_planned(setting, id, &Input::of_sizes(sizes, uses, budget))
+}
+
+fn open_planned(setting: &Setting, id: u64, input: &Input) -> Client {
+    let plan = plan::plan(input).unwrap();
+    let sizes: Vec<u64> = input.parts.iter().map(|part| part.stored).collect();
     let total: u64 = sizes.iter().map(|bytes| bytes.next_multiple_of(256)).sum();
     let file = memfd::create("segment", total).unwrap();
     let size = usize::try_from(total).unwrap();
@@ -135,7 +135,7 @@ fn open(setting: &Setting, id: u64, sizes: &[u64], uses: &[Vec<u32>], budget: u6
     });
     Client {
         plan,
-        sizes: sizes.to_vec(),
+        sizes,
         control,
         ring: view,
         doorbell,
@@ -280,6 +280,54 @@ fn two_managers_take_turns_on_one_link() {
     }
 }
 
+/// What a planner may be told beside sizes.
+#[derive(Debug, Clone)]
+struct Told {
+    strategy: usize,
+    blocks: bool,
+    by_part: bool,
+    latency: bool,
+    compute_ns: Option<Vec<u16>>,
+}
+
+prop_compose! {
+    fn told()(
+        (strategy, blocks, by_part, latency) in (0usize..6, any::<bool>(), any::<bool>(), any::<bool>()),
+        compute_ns in prop::option::of(prop::collection::vec(any::<u16>(), 12)),
+    ) -> Told {
+        Told { strategy, blocks, by_part, latency, compute_ns }
+    }
+}
+
+/// The input, and what a client of its plan holds together.
+fn input_of(told: &Told, sizes: &[u64], uses: &[Vec<u32>]) -> (Input, Vec<Vec<u32>>) {
+    let mut input = Input::of_sizes(sizes, uses, 0);
+    if let Some(strategy) = plan::Strategy::SIMPLE.get(told.strategy) {
+        input.strategy = *strategy;
+    }
+    if told.blocks {
+        input.layout = plan::Layout::AllocationBlockTransfer {
+            num_blocks: 3,
+            min_blocks: 1,
+        };
+    }
+    if let Some(times) = &told.compute_ns {
+        input.batch_keys = vec![plan::BatchKey {
+            name: "k".into(),
+            weight: 1.0,
+        }];
+        for (used, time) in input.uses.iter_mut().zip(times.iter().cycle()) {
+            used.compute_s = vec![f64::from(*time) * 1e-9];
+        }
+    }
+    let mut held = uses.to_vec();
+    if told.by_part {
+        input.acquire = plan::Acquire::Part;
+        held = uses.iter().flatten().map(|part| vec![*part]).collect();
+    }
+    (input, held)
+}
+
 proptest! {
     #![proptest_config(Config::with_cases(24))]
     #[test]
@@ -288,6 +336,7 @@ proptest! {
         order in prop::collection::vec(any::<prop::sample::Index>(), 1..80),
         shared in any::<prop::sample::Index>(),
         room in 0u64..1_500_000,
+        told in told(),
     ) {
         let each = 3;
         let mut uses = layers(u32::try_from(sizes.len()).unwrap() / each, each);
@@ -297,15 +346,19 @@ proptest! {
         if !uses[last].contains(&tied) {
             uses[last].push(tied);
         }
-        let mut input = Input { parts: sizes.clone(), uses: uses.clone(), budget: 0 };
+        let (mut input, held) = input_of(&told, &sizes, &uses);
         if let Err(plan::PlanError::Infeasible { least, .. }) = plan::plan(&input) {
-            input.budget = least + room;
+            let bytes = least + room;
+            input.goal = match told.latency {
+                true => plan::Goal::Latency { cap: bytes },
+                false => plan::Goal::Memory { budget: bytes },
+            };
         }
         // where all fits there is no ring to test
         prop_assume!(plan::plan(&input).is_ok_and(|plan| plan.ring_bytes > 0));
         let setting = setting(None);
-        let client = open(&setting, 1, &sizes, &uses, input.budget);
-        client.run(&uses, order.iter().map(|index| index.index(uses.len())));
+        let client = open_planned(&setting, 1, &input);
+        client.run(&held, order.iter().map(|index| index.index(held.len())));
         setting.engine.detach(1).unwrap();
     }
 }

@@ -161,10 +161,11 @@ impl ControlPage {
     pub fn fingerprint(&self) -> u64 {
         // FNV-1a over words instead of bytes
         const PRIME: u64 = 0x0000_0100_0000_01b3;
-        (0..self.identity.parts).fold(u64::from(self.want()), |sum, part| {
-            (sum ^ self.load(part).0)
-                .wrapping_mul(PRIME)
-                .rotate_left(17)
+        let mix = |sum: u64, word: u64| (sum ^ word).wrapping_mul(PRIME).rotate_left(17);
+        // `want` is mixed as the words are: beside the first word as it stands, a client that
+        // gives part 0 back and then waits for part 1 would change nothing
+        (0..self.identity.parts).fold(mix(0, self.want().into()), |sum, part| {
+            mix(sum, self.load(part).0)
         })
     }
 
@@ -231,7 +232,7 @@ impl Cells for ControlPage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handover::take;
+    use crate::handover::{give_back, take};
 
     const IDENTITY: ControlIdentity = ControlIdentity {
         lease_epoch: 3,
@@ -249,6 +250,17 @@ mod tests {
         assert_eq!(ours.parts_in_use(), 1);
         theirs.set_want(2);
         assert_eq!(ours.want(), 2);
+    }
+
+    #[test]
+    fn a_client_that_gives_the_first_part_back_and_waits_for_the_second_is_seen() {
+        let ours = ControlPage::create(IDENTITY).unwrap();
+        assert!(ours.publish(0, 7));
+        ours.set_want(0);
+        let before = ours.fingerprint();
+        assert!(take(&ours, 0) && give_back(&ours, 0));
+        ours.set_want(1);
+        assert_ne!(ours.fingerprint(), before);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::{
     registry::Managers,
 };
 use crate::{
-    plan::{self, Input, Place, Plan, PlanError},
+    plan::{self, Goal, Input, Place, Plan, PlanError},
     transfer::{
         memory::{Allocation, MemoryError},
         residents::{BlockKey, BlockRequest},
@@ -174,16 +174,9 @@ fn fit(
     memory.sweep();
     let there = residents.bytes_of(manager.owner.uid, set.id());
     let mut granted = requested.min(memory.available().saturating_add(there));
+    let mut input = planner_input(manager, structure);
     loop {
-        let input = Input {
-            parts: structure.parts.iter().map(|part| part.bytes).collect(),
-            uses: structure
-                .layers
-                .iter()
-                .map(|layer| layer.parts.clone())
-                .collect(),
-            budget: granted,
-        };
+        input.goal = Goal::Memory { budget: granted };
         let plan = plan::plan(&input).map_err(|error| match error {
             PlanError::Infeasible { least, .. } if least <= requested => {
                 ManagerError::Memory(MemoryError::Exhausted {
@@ -210,6 +203,21 @@ fn fit(
             None => return Ok((granted, plan, requests)),
         }
     }
+}
+
+/// What is known before anything was timed: sizes, and how fast a link is that is held.
+fn planner_input(manager: &Manager, structure: &Structure) -> Input {
+    let sizes: Vec<u64> = structure.parts.iter().map(|part| part.bytes).collect();
+    let uses: Vec<Vec<u32>> = structure
+        .layers
+        .iter()
+        .map(|layer| layer.parts.clone())
+        .collect();
+    let mut input = Input::of_sizes(&sizes, &uses, 0);
+    if let Some(limit) = manager.device.info().link_limit {
+        input.link.bytes_per_second = limit.max(1);
+    }
+    input
 }
 
 fn identity(manager: &Manager, structure: &Structure) -> ControlIdentity {

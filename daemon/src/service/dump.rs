@@ -4,7 +4,10 @@ use flextensord_device::{handover::Cells as _, process::Peer};
 use flextensord_proto::{kind::Failure, v1::DumpRecord};
 use serde_json::{Value, json};
 
-use super::admin::{AdminService, device_status, manager_status};
+use super::{
+    admin::{AdminService, device_status, manager_status},
+    plan_pages,
+};
 use crate::{
     managers::{
         error::ManagerError,
@@ -161,6 +164,21 @@ fn of_manager(manager: &Manager, records: &mut Vec<DumpRecord>) {
         }),
     ));
     let Ok(model) = manager.model() else { return };
+    let promised = plan_pages::forecast(&model.plan);
+    records.push(record(
+        "plan",
+        &manager.name,
+        &json!({
+            "plan_version": model.plan_version, "strategy": promised.strategy,
+            "compute_known": promised.compute_known,
+            "link_bytes_per_second": promised.link_bytes_per_second,
+            "step_ns": promised.step_ns, "budget_bound_ns": promised.budget_bound_ns,
+            "plan_floor_ns": promised.plan_floor_ns, "weight_bytes": promised.weight_bytes,
+            "resident_bytes": model.plan.resident_bytes, "ring_bytes": model.plan.ring_bytes,
+            "streamed_bytes": model.plan.streamed_bytes,
+            "least_feasible_bytes": model.least_feasible,
+        }),
+    ));
     let layers = model
         .structure
         .layers

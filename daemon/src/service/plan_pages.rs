@@ -1,10 +1,12 @@
 //! A plan as pages of at most about a mebibyte.
 
+use std::time::Duration;
+
 use flextensord_device::process::Peer;
 use flextensord_proto::{
     kind::Failure,
     limit,
-    v1::{self, PlanLayer, PlanMemory, PlanPage, PlanPart},
+    v1::{self, PlanForecast, PlanLayer, PlanMemory, PlanPage, PlanPart},
 };
 use prost::Message as _;
 
@@ -134,7 +136,27 @@ fn memory(
         control_ticket,
         control_bytes,
         stream_order: model.plan.stream_order.clone(),
+        forecast: Some(forecast(&model.plan)),
     })
+}
+
+/// What a plan promises.
+#[must_use]
+pub fn forecast(plan: &Plan) -> PlanForecast {
+    let nanoseconds = |seconds: f64| {
+        let time = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+        u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+    };
+    let promised = &plan.forecast;
+    PlanForecast {
+        strategy: plan.choice.strategy.name().to_owned(),
+        compute_known: promised.compute_s > 0.0,
+        link_bytes_per_second: promised.link.bytes_per_second,
+        step_ns: nanoseconds(promised.step_s),
+        budget_bound_ns: nanoseconds(promised.budget_bound_s),
+        plan_floor_ns: nanoseconds(promised.plan_floor_s),
+        weight_bytes: plan.weight_bytes,
+    }
 }
 
 fn part_message(model: &Model, part: u32) -> PlanPart {

@@ -140,6 +140,7 @@ fn run(shared: &Shared, limit: Option<u64>) {
         let mut done = 0;
         while done < job.bytes {
             let bytes = STRIDE.min(job.bytes - done);
+            let begin = Instant::now();
             // the ranges were checked when the job was made
             let _: Result<(), _> = Mapping::copy(
                 &job.source,
@@ -148,7 +149,7 @@ fn run(shared: &Shared, limit: Option<u64>) {
                 job.target_offset + done,
                 bytes,
             );
-            pace.after(bytes);
+            pace.after(begin, bytes);
             done += bytes;
         }
         for publish in &job.publishes {
@@ -187,18 +188,18 @@ struct Pace {
 }
 
 impl Pace {
-    fn after(&mut self, bytes: usize) {
+    /// Waits until a link would have copied `bytes` bytes that it began with at `begin`.
+    fn after(&mut self, begin: Instant, bytes: usize) {
         let Some(limit) = self.limit.filter(|limit| *limit > 0) else {
             return;
         };
-        let now = Instant::now();
         let nanos = u128::from(bytes as u64) * 1_000_000_000 / u128::from(limit);
         let busy = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
         // a link that was idle does not save its time up
-        self.free_at = self.free_at.max(now.checked_sub(busy).unwrap_or(now)) + busy;
+        self.free_at = self.free_at.max(begin) + busy;
         if let Some(ahead) = self
             .free_at
-            .checked_duration_since(now)
+            .checked_duration_since(Instant::now())
             .filter(|d| *d > SLACK)
         {
             thread::sleep(ahead);

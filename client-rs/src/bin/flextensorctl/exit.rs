@@ -27,6 +27,12 @@ pub(crate) enum Failed {
     Unfinished(String),
     /// The daemon's answer cannot be read.
     Answer(String),
+    /// The command line names what cannot be read, or cannot be.
+    Usage(String),
+    /// The description of a model is wrong.
+    Description(String),
+    /// There is no plan within the budget.
+    Infeasible(String),
 }
 
 impl From<ClientError> for Failed {
@@ -51,7 +57,11 @@ impl Failed {
                 return ExitCode::SUCCESS;
             }
             Self::Output(error) => format!("write the output: {error}"),
-            Self::Unfinished(text) | Self::Answer(text) => text.clone(),
+            Self::Unfinished(text)
+            | Self::Answer(text)
+            | Self::Usage(text)
+            | Self::Description(text)
+            | Self::Infeasible(text) => one_line(text),
         };
         if let Self::Client(error) = self
             && let Some(remedy) = error.remedy()
@@ -67,6 +77,9 @@ impl Failed {
             Self::Client(error) => code_of(error),
             Self::Output(_) | Self::Answer(_) => INTERNAL,
             Self::Unfinished(_) => TRY_AGAIN,
+            Self::Usage(_) => USAGE,
+            Self::Description(_) => CONFIGURATION,
+            Self::Infeasible(_) => REFUSED,
         }
     }
 }

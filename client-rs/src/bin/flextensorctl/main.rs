@@ -8,6 +8,7 @@ mod layers;
 mod load;
 mod managers;
 mod output;
+mod plan;
 mod status;
 mod terminate;
 mod weights;
@@ -69,6 +70,8 @@ enum Verb {
         /// The weight set
         name: String,
     },
+    /// Plan a described model, without a daemon: what stays, what streams, how long a step is
+    Plan(plan::Arguments),
     /// Print all that the daemon knows, as JSON
     Dump {
         /// Only this manager
@@ -103,6 +106,9 @@ fn main() -> ExitCode {
 
 fn run(Command { common, verb }: Command) -> Result<(), Failed> {
     let output = Output::new(common.json);
+    if let Verb::Plan(arguments) = &verb {
+        return plan::show(&output, arguments);
+    }
     let options = ConnectOptions {
         address: Address {
             socket: common.socket,
@@ -119,6 +125,8 @@ fn run(Command { common, verb }: Command) -> Result<(), Failed> {
         Verb::Weights => weights::list(&client, &output),
         Verb::Layers { name } => layers::list(&client, &output, &name),
         Verb::Load(arguments) => load::load(&client, &output, &arguments),
+        // needs no daemon
+        Verb::Plan(arguments) => plan::show(&output, &arguments),
         Verb::Drop { name } => weights::drop(&client, &output, &name),
         Verb::Dump { name } => dump::print(&client, &output, name.as_deref()),
         Verb::Terminate { name, uid } => terminate::terminate(&client, &output, &name, uid),

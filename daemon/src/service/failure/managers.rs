@@ -150,7 +150,7 @@ impl From<ManagerError> for Failure {
                 .with("rule", "root or the daemon's own user")
                 .with("uid", uid)
                 .with("what", what),
-            E::Plan(error) => error.into(),
+            E::Plan(error) => of_plan(&error),
             E::Weights(error) => of_weight_set(error.into()),
             E::Memory(error) => error.into(),
             E::Residents(ResidentError::Memory(error)) => error.into(),
@@ -193,24 +193,25 @@ fn of_weight_set(mut failure: Failure) -> Failure {
     failure
 }
 
-impl From<PlanError> for Failure {
-    fn from(error: PlanError) -> Self {
-        let text = error.to_string();
-        match error {
-            PlanError::Infeasible { budget, least } => {
-                Failure::new(Kind::BudgetInfeasible, Origin::Client, text)
-                    .with("available", budget)
-                    .with("wanted", least)
-                    .with("limit", budget)
-                    .with(
-                        "remedy",
-                        "give the manager at least the least feasible budget, or smaller layers",
-                    )
-            }
-            PlanError::UnknownPart { .. } | PlanError::Overflow { .. } => {
-                Failure::new(Kind::InvalidArgument, Origin::Client, text)
-            }
+fn of_plan(error: &PlanError) -> Failure {
+    let text = error.to_string();
+    match error {
+        PlanError::Infeasible { budget, least } => {
+            Failure::new(Kind::BudgetInfeasible, Origin::Client, text)
+                .with("available", budget)
+                .with("wanted", least)
+                .with("limit", budget)
+                .with(
+                    "remedy",
+                    "give the manager at least the least feasible budget, or smaller layers",
+                )
         }
+        PlanError::UnknownPart { .. }
+        | PlanError::Overflow { .. }
+        | PlanError::Alias { .. }
+        | PlanError::Quantity { .. }
+        | PlanError::Times { .. }
+        | PlanError::Count { .. } => Failure::new(Kind::InvalidArgument, Origin::Client, text),
     }
 }
 

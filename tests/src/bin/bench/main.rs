@@ -6,6 +6,8 @@ mod control;
 mod figures;
 mod idle;
 mod loading;
+mod planner;
+mod prediction;
 mod streaming;
 
 use std::{path::PathBuf, process::ExitCode};
@@ -44,6 +46,8 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
     control::measure(&flags.daemon, &mut figures)?;
     streaming::measure(&flags.daemon, &mut figures)?;
     loading::measure(&flags.daemon, &mut figures)?;
+    planner::measure(&mut figures)?;
+    prediction::measure(&flags.daemon, &mut figures)?;
     idle::measure(&flags.daemon, flags.quick, &mut figures)?;
     figures.write(&flags.results)?;
     println!("{}", figures.table());

@@ -1,4 +1,4 @@
-//! Who was placed where in the ring last: finds a place whose last user was served long ago.
+//! Who was placed where in the ring last.
 
 /// Most places that are looked at: a ring of very many small parts has no bad ones.
 const LOOKS: usize = 16;
@@ -16,7 +16,7 @@ struct Run {
 
 /// The ring from 0 to its capacity, without gaps.
 #[derive(Debug)]
-pub(super) struct Skyline {
+pub(crate) struct Skyline {
     runs: Vec<Run>,
     capacity: u64,
     cursor: u64,
@@ -24,7 +24,7 @@ pub(super) struct Skyline {
 
 impl Skyline {
     /// A ring that nobody was placed in.
-    pub(super) fn new(capacity: u64) -> Self {
+    pub(crate) fn new(capacity: u64) -> Self {
         Self {
             runs: vec![Run {
                 begin: 0,
@@ -39,20 +39,27 @@ impl Skyline {
     /// A start for the `bytes` bytes of use `number`, which fit, with the use of `next`
     /// bytes to follow: a copy is to wait for nobody who was just served, neither this one
     /// nor the next. Of equals the one behind what was placed last.
-    pub(super) fn apart(&self, number: usize, bytes: u64, next: u64) -> u64 {
-        let served = |start: &u64| {
-            let own = number - self.youngest(*start, start + bytes, None);
-            let placed = (*start, start + bytes, number);
+    pub(crate) fn apart(&self, number: usize, bytes: u64, next: u64) -> u64 {
+        let served = |start: u64| {
+            let own = number - self.youngest(start, start + bytes, None);
+            let placed = (start, start + bytes, number);
             let after = self
                 .starts(next)
                 .map(|start| number + 1 - self.youngest(start, start + next, Some(placed)))
                 .max();
             own.min(after.unwrap_or(ENOUGH)).min(ENOUGH)
         };
-        // the last of equals wins there, and the first should
-        let mut starts: Vec<u64> = self.starts(bytes).collect();
-        starts.reverse();
-        starts.into_iter().max_by_key(served).unwrap_or(0)
+        let mut best = None;
+        for start in self.starts(bytes) {
+            let served = served(start);
+            if best.is_none_or(|(most, _)| served > most) {
+                best = Some((served, start));
+            }
+            if served == ENOUGH {
+                break;
+            }
+        }
+        best.map_or(0, |(_, start)| start)
     }
 
     /// Places for `bytes` bytes: where runs begin, from behind what was placed last on, and
@@ -68,27 +75,36 @@ impl Skyline {
     }
 
     /// Notes that use `number`, counted from 1, was placed there.
-    pub(super) fn place(&mut self, begin: u64, end: u64, number: usize) {
+    pub(crate) fn place(&mut self, begin: u64, end: u64, number: usize) {
         self.cursor = end;
         if begin == end {
             return;
         }
         let first = self.runs.partition_point(|run| run.end <= begin);
         let behind = self.runs.partition_point(|run| run.begin < end);
+        let last = number;
+        // the usual case: the same run again
+        if let [run] = &mut self.runs[first..behind]
+            && (run.begin, run.end) == (begin, end)
+        {
+            run.last = last;
+            return;
+        }
         let mut between = Vec::with_capacity(3);
         if let Some(cut) = self.runs.get(first).filter(|run| run.begin < begin) {
             between.push(Run { end: begin, ..*cut });
         }
-        between.push(Run {
-            begin,
-            end,
-            last: number,
-        });
-        let last = behind.checked_sub(1).and_then(|at| self.runs.get(at));
-        if let Some(cut) = last.filter(|run| run.end > end) {
+        between.push(Run { begin, end, last });
+        let cut = behind.checked_sub(1).and_then(|at| self.runs.get(at));
+        if let Some(cut) = cut.filter(|run| run.end > end) {
             between.push(Run { begin: end, ..*cut });
         }
         self.runs.splice(first..behind, between);
+    }
+
+    /// The youngest use that was placed last anywhere between.
+    pub(crate) fn last_between(&self, begin: u64, end: u64) -> usize {
+        self.youngest(begin, end, None)
     }
 
     /// The youngest use that was placed last anywhere between; `placed` counts as placed.
@@ -101,7 +117,6 @@ impl Skyline {
         between.map(|run| run.last).max().unwrap_or(0)
     }
 }
-
 #[cfg(test)]
 mod tests {
     use super::*;
