@@ -1,7 +1,7 @@
 //! The control page of a manager's plan: slot words, `want`, `plan_ack`.
 
 use std::{
-    os::fd::{AsFd as _, OwnedFd},
+    os::fd::{AsFd as _, BorrowedFd, OwnedFd},
     sync::{Arc, OnceLock, atomic::Ordering::SeqCst},
     time::Duration,
 };
@@ -100,6 +100,18 @@ impl ControlPage {
             mapping: Arc::new(mapping),
             identity,
         })
+    }
+
+    /// Takes the page of a dead predecessor back from its client.
+    ///
+    /// # Errors
+    /// As [`ControlPage::open`], and when it is no object of this user's.
+    pub fn take_back(
+        descriptor: BorrowedFd<'_>,
+        identity: ControlIdentity,
+    ) -> Result<Self, ControlError> {
+        let size = layout::control_bytes(identity.parts) as u64;
+        Self::open(memfd::take_back(descriptor, size)?, identity)
     }
 
     /// Which lease and plan it belongs to.

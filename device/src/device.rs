@@ -40,6 +40,16 @@ pub enum DeviceError {
         /// The device's name.
         device: String,
     },
+    /// Memory that was handed back is not what it should be.
+    #[error(
+        "memory of {bytes} bytes that was handed back does not carry the label of allocation {allocation}"
+    )]
+    Label {
+        /// The id of the allocation.
+        allocation: u64,
+        /// Its bytes.
+        bytes: u64,
+    },
     /// A range does not lie where it should.
     #[error(transparent)]
     Range(#[from] RangeError),
@@ -144,7 +154,7 @@ pub struct Publish {
 /// Keeps a segment pinned for the copies of all devices of its kind; dropped, it is not.
 #[derive(Debug, Default)]
 pub struct Pins {
-    registration: Option<Registration>,
+    registrations: Vec<Registration>,
 }
 
 impl Pins {
@@ -158,14 +168,19 @@ impl Pins {
     #[must_use]
     pub fn of(registration: Registration) -> Self {
         Self {
-            registration: Some(registration),
+            registrations: vec![registration],
         }
     }
 
     /// Bytes that are pinned.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.registration.as_ref().map_or(0, Registration::bytes)
+        self.registrations.iter().map(Registration::bytes).sum()
+    }
+
+    /// Adds others, of other ranges.
+    pub fn add(&mut self, others: Self) {
+        self.registrations.extend(others.registrations);
     }
 }
 
@@ -240,6 +255,32 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`DeviceError::Exhausted`] when there is too little.
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError>;
+
+    /// Takes memory of a dead predecessor back from a client, of `bytes` bytes and labelled
+    /// so: nothing of it is used before the label was read.
+    ///
+    /// # Errors
+    /// [`DeviceError::Label`], and what the kernel or driver says of what it is instead.
+    fn take_back(
+        &self,
+        descriptor: OwnedFd,
+        bytes: u64,
+        label: &Label,
+    ) -> Result<Arc<dyn Memory>, DeviceError>;
+
+    /// Pins whole pages of a segment, from `offset` on (a multiple of the page's size), for
+    /// the copies of all devices of this kind.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn pin_range(
+        &self,
+        _segment: &Arc<Mapping>,
+        _offset: u64,
+        _bytes: u64,
+    ) -> Result<Pins, DeviceError> {
+        Ok(Pins::none())
+    }
 
     /// Pins a segment for the copies of all devices of this kind. `cuts` are offsets at
     /// which tensors begin; `progress` is told the bytes done, and says whether to go on.

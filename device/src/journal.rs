@@ -66,6 +66,39 @@ impl JournalFile {
         }
     }
 
+    /// Opens the journal that a dead daemon left at `path`, of the plan `identity`.
+    ///
+    /// # Errors
+    /// When it is not there, is cut short, or belongs to another plan.
+    pub fn open(path: &Path, identity: ControlIdentity) -> Result<Self, ControlError> {
+        let size = layout::journal_bytes(identity.parts);
+        let operation = || format!("open the journal {}", path.display());
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
+            .open(path)
+            .map_err(|e| KernelError::new(operation(), e))?;
+        let found = file
+            .metadata()
+            .map_err(|e| KernelError::new(operation(), e))?;
+        if !found.is_file() || found.len() != size as u64 {
+            return Err(ControlError::Header {
+                what: "journal bytes",
+                found: found.len(),
+                expected: size as u64,
+            });
+        }
+        let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
+        header::check(&mapping, layout::JOURNAL_MAGIC, identity)?;
+        Ok(Self {
+            _file: file,
+            mapping,
+            path: path.to_owned(),
+            parts: identity.parts,
+        })
+    }
+
     /// Removes the file: the plan is over.
     ///
     /// # Errors
@@ -116,6 +149,19 @@ mod tests {
         let bytes = fs::read(&path).unwrap();
         assert_eq!(bytes[layout::JOURNAL_ISSUED + 8..][..4], [4, 3, 2, 1]);
         assert!(JournalFile::create(&path, identity).is_err());
+        drop(journal);
+        let other = ControlIdentity {
+            lease_epoch: 2,
+            ..identity
+        };
+        assert!(JournalFile::open(&path, other).is_err());
+        let longer = ControlIdentity {
+            parts: 3000,
+            ..identity
+        };
+        assert!(JournalFile::open(&path, longer).is_err());
+        let journal = JournalFile::open(&path, identity).unwrap();
+        assert_eq!(journal.issued(2), 0x0102_0304);
         journal.remove().unwrap();
         assert!(!path.exists());
     }

@@ -136,6 +136,26 @@ impl Mapping {
         }
     }
 
+    /// Maps the pages of a range at once, instead of one fault each, and changes none of
+    /// their bytes. Costs nothing where they are mapped already.
+    pub fn populate(&self, offset: usize, bytes: usize) {
+        const PAGE: usize = 4096;
+        let end = offset.saturating_add(bytes).min(self.size);
+        let first = offset.next_multiple_of(PAGE);
+        if first >= end {
+            return;
+        }
+        // SAFETY: the range lies in the mapping, and populating changes none of its bytes.
+        // A kernel without it (before 5.14) answers EINVAL: then the pages come by faults.
+        unsafe {
+            libc::madvise(
+                self.start.as_ptr().add(first).cast(),
+                end - first,
+                libc::MADV_POPULATE_WRITE,
+            )
+        };
+    }
+
     /// Bytes of the mapping.
     #[must_use]
     pub fn size(&self) -> usize {

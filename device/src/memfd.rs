@@ -84,6 +84,33 @@ pub fn reopen(descriptor: BorrowedFd<'_>, writable: bool) -> Result<OwnedFd, Ker
         .map_err(|e| KernelError::new("reopen a shared memory object", e))
 }
 
+/// A descriptor of our own, open for writing, of an object of exactly `bytes` bytes that
+/// [`create`] of a predecessor made and a client hands back: the client's shares its
+/// open file with that, so that [`held_elsewhere`] could not tell the two apart.
+///
+/// # Errors
+/// When it is no sealed shared memory object of that size, or not one of this user's.
+pub fn take_back(descriptor: BorrowedFd<'_>, bytes: u64) -> Result<OwnedFd, KernelError> {
+    let unlike = |what: String| {
+        let error = std::io::Error::new(std::io::ErrorKind::InvalidData, what);
+        KernelError::new("take shared memory back", error)
+    };
+    // nothing but shared memory has seals: what is opened anew below cannot block
+    if !size_is_sealed(descriptor)? {
+        return Err(unlike("its size can change".to_owned()));
+    }
+    let found =
+        rustix::fs::fstat(descriptor).map_err(|e| KernelError::new("look at shared memory", e))?;
+    let size = u64::try_from(found.st_size).unwrap_or(0);
+    if size != bytes || found.st_uid != nix::unistd::geteuid().as_raw() {
+        let user = found.st_uid;
+        return Err(unlike(format!(
+            "{size} bytes of user {user} instead of {bytes} of ours"
+        )));
+    }
+    reopen(descriptor, true)
+}
+
 /// Whether anyone beside `file` has the object open or mapped, by asking for a write
 /// lease: the kernel grants one only while no other open file of the object exists
 /// (fcntl(2), F_SETLEASE). `None` when the kernel cannot tell. The object must have
@@ -140,6 +167,22 @@ mod tests {
         assert!(Mapping::new(page.as_fd(), 4096, Access::ReadWrite).is_err());
         assert!(Mapping::new(page.as_fd(), 4096, Access::Read).is_ok());
         ours.write(0, &[1]).unwrap();
+    }
+
+    #[test]
+    fn what_is_taken_back_is_ours_alone_again_once_the_giver_is_gone() {
+        let made = create("t", 8192).unwrap();
+        seal_size(made.as_fd()).unwrap();
+        let theirs = reopen(made.as_fd(), false).unwrap();
+        drop(made);
+        assert!(take_back(theirs.as_fd(), 4096).is_err());
+        assert!(take_back(std::fs::File::open("/dev/null").unwrap().as_fd(), 0).is_err());
+        let ours = take_back(theirs.as_fd(), 8192).unwrap();
+        let mapping = Mapping::new(ours.as_fd(), 8192, Access::ReadWrite).unwrap();
+        assert_eq!(held_elsewhere(&ours), Some(true));
+        drop(theirs);
+        assert_eq!(held_elsewhere(&ours), Some(false));
+        mapping.write(0, &[1]).unwrap();
     }
 
     #[test]

@@ -13,7 +13,10 @@ use std::{
         unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
     },
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use nix::sys::statvfs::statvfs;
@@ -51,6 +54,14 @@ pub enum SegmentError {
         wanted: u64,
         /// Bytes that were reserved by then.
         reserved: u64,
+    },
+    /// What lies there is not what a dead daemon left.
+    #[error("{} is not the segment that was left: {what}", path.display())]
+    Unlike {
+        /// Where it lies.
+        path: PathBuf,
+        /// What it is instead.
+        what: String,
     },
     /// A system call failed.
     #[error(transparent)]
@@ -252,6 +263,7 @@ impl SegmentBuilder {
         }
         self.temporary.0 = None;
         Ok(Segment {
+            keep: AtomicBool::new(false),
             file: self.file.into(),
             mapping: Arc::new(self.mapping),
             path: self.target,
@@ -261,10 +273,11 @@ impl SegmentBuilder {
     }
 }
 
-/// A complete segment. Dropping it removes the name, if that is still its own; the
-/// memory goes when the last process has unmapped it.
+/// A complete segment. Dropping it removes the name, if that is still its own and is not
+/// kept for a successor; the memory goes when the last process has unmapped it.
 #[derive(Debug)]
 pub struct Segment {
+    keep: AtomicBool,
     file: OwnedFd,
     mapping: Arc<Mapping>,
     path: PathBuf,
@@ -273,6 +286,68 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// Takes over the segment `name` of `bytes` bytes that a dead maker left in
+    /// `directory`. Its pages stay as they are.
+    ///
+    /// # Errors
+    /// [`SegmentError::Unlike`] when what lies there is no such segment, or its maker
+    /// lives; whatever it is stays as it was.
+    pub fn adopt(directory: &Path, name: &str, bytes: u64) -> Result<Self, SegmentError> {
+        let path = directory.join(name);
+        let failed = |what: &str| {
+            let operation = format!("{what} {}", path.display());
+            move |error| KernelError::new(operation, error)
+        };
+        let unlike = |what: String| SegmentError::Unlike {
+            path: path.clone(),
+            what,
+        };
+        let seen = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(&path)
+            .map_err(failed("open"))?;
+        let found = seen.metadata().map_err(failed("look at"))?;
+        let own = nix::unistd::geteuid().as_raw();
+        if !found.is_file() || found.uid() != own {
+            return Err(unlike("no regular file of this user".to_owned()));
+        }
+        if found.len() != bytes {
+            return Err(unlike(format!("{} bytes instead of {bytes}", found.len())));
+        }
+        if seen.try_lock().is_err() {
+            return Err(unlike("locked by a maker that lives".to_owned()));
+        }
+        // pinning needs a writable mapping, which the mode forbids to all but root
+        let mode = |mode| fs::Permissions::from_mode(mode);
+        seen.set_permissions(mode(0o600))
+            .map_err(failed("open for writing"))?;
+        let file = memfd::reopen(seen.as_fd(), true);
+        seen.set_permissions(mode(0o400)).map_err(failed("seal"))?;
+        let file = file?;
+        let locked = memfd::file(&file)?;
+        // the lock belongs to the open file: the other one gives it up
+        drop(seen);
+        if locked.try_lock().is_err() {
+            return Err(unlike("locked by somebody else".to_owned()));
+        }
+        let size = usize::try_from(bytes).map_err(|_| SegmentError::Size { bytes })?;
+        let mapping = Mapping::new(file.as_fd(), size, Access::ReadWrite)?;
+        Ok(Self {
+            keep: AtomicBool::new(false),
+            inode: found.ino(),
+            file,
+            mapping: Arc::new(mapping),
+            path,
+            bytes,
+        })
+    }
+
+    /// Leaves the name there when this is dropped, for a successor.
+    pub fn keep(&self) {
+        self.keep.store(true, Ordering::Relaxed);
+    }
+
     /// The daemon's mapping of it.
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
@@ -308,7 +383,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        if !self.is_unlinked() {
+        if !self.keep.load(Ordering::Relaxed) && !self.is_unlinked() {
             // a failure leaves a name that the next start reaps under the lock
             let _: io::Result<()> = fs::remove_file(&self.path);
         }
@@ -335,6 +410,31 @@ mod tests {
         drop(segment);
         assert!(theirs.equals(4999, &[7]).unwrap());
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_successor_takes_over_what_a_dead_daemon_left_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut builder = SegmentBuilder::new(directory.path(), "s", 5000).unwrap();
+        builder.bytes_mut().unwrap()[4999] = 7;
+        let first = builder.publish().unwrap();
+        let living = Segment::adopt(directory.path(), "s", 5000).unwrap_err();
+        assert!(living.to_string().contains("maker"), "{living}");
+        first.keep();
+        drop(first);
+        assert!(Segment::adopt(directory.path(), "s", 4096).is_err());
+        assert!(Segment::adopt(directory.path(), "t", 5000).is_err());
+        std::os::unix::fs::symlink("s", directory.path().join("l")).unwrap();
+        assert!(Segment::adopt(directory.path(), "l", 5000).is_err());
+        let second = Segment::adopt(directory.path(), "s", 5000).unwrap();
+        assert!(second.mapping().equals(4999, &[7]).unwrap());
+        let mode = fs::metadata(second.path()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o400);
+        assert!(Segment::adopt(directory.path(), "s", 5000).is_err());
+        let seen = File::open(second.path()).unwrap();
+        assert!(seen.try_lock().is_err());
+        drop(second);
+        assert!(!directory.path().join("s").exists());
     }
 
     #[test]

@@ -61,6 +61,29 @@ impl CpuMemory {
         })
     }
 
+    /// Memory of a predecessor, as [`crate::device::Device::take_back`].
+    pub(super) fn take_back(
+        claim: Claim,
+        descriptor: &OwnedFd,
+        label: &Label,
+        link: Arc<Link>,
+    ) -> Result<Self, DeviceError> {
+        let descriptor = memfd::take_back(descriptor.as_fd(), claim.bytes)?;
+        let mapping = Mapping::new(descriptor.as_fd(), index(claim.bytes), Access::ReadWrite)?;
+        if !mapping.equals(0, &label.encode())? {
+            return Err(DeviceError::Label {
+                allocation: label.allocation,
+                bytes: claim.bytes,
+            });
+        }
+        Ok(Self {
+            descriptor,
+            mapping: Arc::new(mapping),
+            link,
+            claim,
+        })
+    }
+
     fn check(&self, offset: u64, bytes: u64) -> Result<(), RangeError> {
         let (start, length) = (index(offset), index(bytes));
         self.mapping.address(start, length)?;

@@ -5,9 +5,12 @@
 mod link;
 mod memory;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::SeqCst},
+use std::{
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
 };
 
 use crate::{
@@ -55,6 +58,23 @@ impl CpuDevice {
             link: Arc::new(link),
         })
     }
+
+    /// Speaks for `bytes` of the device's memory.
+    fn claim(&self, bytes: u64) -> Result<memory::Claim, DeviceError> {
+        let claimed = self.used.fetch_update(SeqCst, SeqCst, |used| {
+            used.checked_add(bytes)
+                .filter(|sum| *sum <= self.info.total_bytes)
+        });
+        if claimed.is_err() {
+            return Err(DeviceError::Exhausted {
+                device: self.info.name.clone(),
+                wanted: bytes,
+                free: self.free_bytes(),
+                total: self.info.total_bytes,
+            });
+        }
+        Ok(memory::Claim::new(bytes, Arc::clone(&self.used)))
+    }
 }
 
 impl Device for CpuDevice {
@@ -71,24 +91,23 @@ impl Device for CpuDevice {
     }
 
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError> {
-        let claimed = self.used.fetch_update(SeqCst, SeqCst, |used| {
-            used.checked_add(bytes)
-                .filter(|sum| *sum <= self.info.total_bytes)
-        });
-        if claimed.is_err() {
-            return Err(DeviceError::Exhausted {
-                device: self.info.name.clone(),
-                wanted: bytes,
-                free: self.free_bytes(),
-                total: self.info.total_bytes,
-            });
-        }
-        let claim = memory::Claim::new(bytes, Arc::clone(&self.used));
+        let claim = self.claim(bytes)?;
         Ok(Arc::new(CpuMemory::new(
             claim,
             label,
             Arc::clone(&self.link),
         )?))
+    }
+
+    fn take_back(
+        &self,
+        descriptor: OwnedFd,
+        bytes: u64,
+        label: &Label,
+    ) -> Result<Arc<dyn Memory>, DeviceError> {
+        let (claim, link) = (self.claim(bytes)?, Arc::clone(&self.link));
+        let memory = CpuMemory::take_back(claim, &descriptor, label, link)?;
+        Ok(Arc::new(memory))
     }
 
     fn completed(&self) -> Ticket {
@@ -165,6 +184,38 @@ mod tests {
         ));
         drop(memory);
         assert_eq!(device.free_bytes(), 10_000);
+    }
+
+    #[test]
+    fn memory_that_a_client_hands_back_is_taken_by_its_label_alone() {
+        let first = CpuDevice::new("t", 0, 100_000, None).unwrap();
+        let memory = first.allocate(8192, &label()).unwrap();
+        let theirs = memory.export().unwrap();
+        drop((memory, first));
+        let second = CpuDevice::new("t", 0, 100_000, None).unwrap();
+        let give = || theirs.try_clone().unwrap();
+        let other = Label {
+            allocation: 2,
+            ..label()
+        };
+        let error = second.take_back(give(), 8192, &other).unwrap_err();
+        assert!(matches!(error, DeviceError::Label { allocation: 2, .. }));
+        assert!(second.take_back(give(), 4096, &label()).is_err());
+        assert_eq!(second.free_bytes(), 100_000);
+        let memory = second.take_back(give(), 8192, &label()).unwrap();
+        assert_eq!(second.free_bytes(), 91_808);
+        let source = Source {
+            segment: segment(&[9; 4096]),
+            offset: 0,
+            bytes: 4096,
+        };
+        wait_for(&second, memory.fill(256, source, &[]).unwrap());
+        let view = Mapping::new(theirs.as_fd(), 8192, Access::Read).unwrap();
+        assert!(view.equals(256, &[9; 4096]).unwrap());
+        drop(view);
+        assert_eq!(memory.held_elsewhere(), Some(true));
+        drop(theirs);
+        assert_eq!(memory.held_elsewhere(), Some(false));
     }
 
     #[test]

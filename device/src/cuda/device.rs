@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_proto::layout::LABEL_BYTES;
+use flextensord_proto::layout::{LABEL_BYTES, LABEL_SIZE};
 
 use super::{
     context::Context,
@@ -154,6 +154,39 @@ impl Device for CudaDevice {
             mapping: Arc::new(mapping),
             running: Arc::clone(running),
         }))
+    }
+
+    fn take_back(
+        &self,
+        descriptor: OwnedFd,
+        bytes: u64,
+        label: &Label,
+    ) -> Result<Arc<dyn Memory>, DeviceError> {
+        let running = self.running()?;
+        // the driver maps no more than there is: a smaller allocation is refused by it
+        let mapping = DeviceMapping::adopt(&running.context, descriptor, bytes)?;
+        let mut found = [0; LABEL_SIZE];
+        mapping.read(0, &mut found)?;
+        if found != label.encode() {
+            let allocation = label.allocation;
+            return Err(DeviceError::Label { allocation, bytes });
+        }
+        running.allocated.fetch_add(bytes, SeqCst);
+        Ok(Arc::new(CudaMemory {
+            mapping: Arc::new(mapping),
+            running: Arc::clone(running),
+        }))
+    }
+
+    fn pin_range(
+        &self,
+        segment: &Arc<Mapping>,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Pins, DeviceError> {
+        let context = &self.running()?.context;
+        let range = index(offset)..index(offset.saturating_add(bytes));
+        Ok(Pins::of(Registration::part(context, segment, range)?))
     }
 
     fn pin_segment(

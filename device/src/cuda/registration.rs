@@ -67,6 +67,18 @@ impl Pinned {
         chunk.contains(&address).then_some(chunk.end)
     }
 
+    /// Registers one more chunk, offsets into the mapping that begin on a page.
+    fn register(&mut self, chunk: Range<usize>, mapped: bool) -> Result<(), CudaError> {
+        let whole = chunk.len().next_multiple_of(PAGE);
+        let first = self.mapping.start() + chunk.start;
+        let context = &self.context;
+        // SAFETY: the chunk lies in the mapping's whole pages, which self keeps mapped
+        // until it has unregistered them.
+        context.with(|driver| unsafe { driver.register(first, whole, mapped) })?;
+        self.chunks.push(first..first + whole);
+        Ok(())
+    }
+
     fn bytes(&self) -> usize {
         self.chunks.iter().map(ExactSizeIterator::len).sum()
     }
@@ -116,6 +128,36 @@ impl Registration {
         Self::register(context, mapping, limit, cuts, false, progress)
     }
 
+    /// Registers the pages of `range` in `mapping` with one call.
+    ///
+    /// # Errors
+    /// When it does not begin on a page, lies outside, or the driver refuses.
+    pub fn part(
+        context: &Arc<Context>,
+        mapping: &Arc<Mapping>,
+        range: Range<usize>,
+    ) -> Result<Self, RegistrationError> {
+        let total = mapping.size();
+        let failed = |source| RegistrationError::Chunk {
+            chunk: 1,
+            chunks: 1,
+            offset: range.start,
+            bytes: range.len(),
+            total,
+            source,
+        };
+        if range.is_empty() || !range.start.is_multiple_of(PAGE) || range.end > total {
+            return Err(failed(CudaError::State("no range of whole pages")));
+        }
+        let mut pinned = Pinned {
+            context: Arc::clone(context),
+            mapping: Arc::clone(mapping),
+            chunks: Vec::with_capacity(1),
+        };
+        pinned.register(range.clone(), false).map_err(failed)?;
+        Ok(Self::visible(context, pinned))
+    }
+
     /// Registers all of `mapping`, which is small, so that kernels see it too.
     ///
     /// # Errors
@@ -153,7 +195,6 @@ impl Registration {
         mapped: bool,
         progress: &mut dyn FnMut(u64) -> bool,
     ) -> Result<Self, RegistrationError> {
-        let start = mapping.start();
         let planned = chunks(mapping.size(), limit, cuts);
         let total = mapping.size();
         let mut pinned = Pinned {
@@ -162,32 +203,32 @@ impl Registration {
             chunks: Vec::with_capacity(planned.len()),
         };
         for (number, chunk) in planned.iter().enumerate() {
-            let (first, bytes) = (start + chunk.start, chunk.len());
-            // SAFETY: the chunk lies in the mapping's whole pages, which `pinned` keeps
-            // mapped until it has unregistered them.
-            let registered =
-                context.with(|driver| unsafe { driver.register(first, bytes, mapped) });
+            let registered = pinned.register(chunk.clone(), mapped);
             // what was registered before goes with `pinned`, last to first
             registered.map_err(|source| RegistrationError::Chunk {
                 chunk: number + 1,
                 chunks: planned.len(),
                 offset: chunk.start,
-                bytes,
+                bytes: chunk.len(),
                 total,
                 source,
             })?;
-            pinned.chunks.push(first..first + bytes);
             let done = chunk.end.min(total) as u64;
             if !progress(done) && number + 1 < planned.len() {
                 let total = total as u64;
                 return Err(RegistrationError::Cancelled { done, total });
             }
         }
+        Ok(Self::visible(context, pinned))
+    }
+
+    /// Tells the context of it, whose copies are cut where chunks end.
+    fn visible(context: &Context, pinned: Pinned) -> Self {
         let pinned = Arc::new(pinned);
         for chunk in &pinned.chunks {
             context.add_range(chunk.start, &pinned);
         }
-        Ok(Self { pinned })
+        Self { pinned }
     }
 }
 
