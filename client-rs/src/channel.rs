@@ -32,7 +32,15 @@ const PACKET_LIMIT: Duration = Duration::from_secs(10);
 pub(crate) struct DescriptorChannel {
     path: PathBuf,
     /// None after a failed exchange: request and answer would no longer pair up.
-    connection: Mutex<Option<OwnedFd>>,
+    connection: Mutex<Option<Connection>>,
+}
+
+/// A connection that has said hello.
+#[derive(Debug)]
+struct Connection {
+    socket: OwnedFd,
+    /// Of the daemon at its other end.
+    generation: u64,
 }
 
 impl DescriptorChannel {
@@ -44,12 +52,14 @@ impl DescriptorChannel {
         }
     }
 
-    /// Connects and exchanges versions, unless that was done.
-    pub(crate) fn hello(&self) -> Result<(), ClientError> {
+    /// Connects and exchanges versions, unless that was done. Returns the generation of the
+    /// daemon at the other end.
+    pub(crate) fn hello(&self) -> Result<u64, ClientError> {
         let mut guard = self.lock();
         let connection = connected(&mut guard, &self.path)?;
+        let generation = connection.generation;
         *guard = Some(connection);
-        Ok(())
+        Ok(generation)
     }
 
     /// The descriptor that `ticket` stands for.
@@ -65,26 +75,49 @@ impl DescriptorChannel {
         }
     }
 
+    /// Hands descriptors of its predecessor back to a daemon, and returns one ticket each,
+    /// in their order.
+    pub(crate) fn hand_back(&self, own: &[OwnedFd]) -> Result<Vec<Vec<u8>>, ClientError> {
+        self.give(
+            "hand descriptors back",
+            true,
+            own.iter().map(|fd| ("own".to_owned(), fd.as_fd())),
+        )
+    }
+
     /// Hands files over, and returns one ticket each, in their order.
     pub(crate) fn offer(&self, files: &[(String, &File)]) -> Result<Vec<Vec<u8>>, ClientError> {
-        let mut tickets = Vec::with_capacity(files.len());
-        for packet in files.chunks(limit::PACKET_DESCRIPTORS) {
+        let files = files
+            .iter()
+            .map(|(name, file)| (name.clone(), file.as_fd()));
+        self.give("offer files", false, files)
+    }
+
+    fn give<'a>(
+        &self,
+        what: &'static str,
+        handed_back: bool,
+        given: impl Iterator<Item = (String, BorrowedFd<'a>)>,
+    ) -> Result<Vec<Vec<u8>>, ClientError> {
+        let given: Vec<_> = given.collect();
+        let mut tickets = Vec::with_capacity(given.len());
+        for packet in given.chunks(limit::PACKET_DESCRIPTORS) {
             let offer = Request::Offer(Offer {
                 file_names: packet.iter().map(|(name, _)| name.clone()).collect(),
+                handed_back,
             });
-            let descriptors: Vec<BorrowedFd<'_>> =
-                packet.iter().map(|(_, file)| file.as_fd()).collect();
-            match self.exchange("offer files", offer, &descriptors)? {
+            let descriptors: Vec<BorrowedFd<'_>> = packet.iter().map(|(_, fd)| *fd).collect();
+            match self.exchange(what, offer, &descriptors)? {
                 (Answer::Offered(offered), _) if offered.tickets.len() == packet.len() => {
                     tickets.extend(offered.tickets);
                 }
-                _ => return Err(unexpected("offer files")),
+                _ => return Err(unexpected(what)),
             }
         }
         Ok(tickets)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<OwnedFd>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Connection>> {
         self.connection
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -98,7 +131,7 @@ impl DescriptorChannel {
     ) -> Result<(Answer, Vec<OwnedFd>), ClientError> {
         let mut guard = self.lock();
         let connection = connected(&mut guard, &self.path)?;
-        let answer = ask(&connection, what, request, descriptors)?;
+        let answer = ask(&connection.socket, what, request, descriptors)?;
         // it answered in order, so it can be used again, refused or not
         *guard = Some(connection);
         match answer {
@@ -122,22 +155,25 @@ fn refusal(refused: Refused) -> Failure {
 }
 
 /// The connection, taken out while it is used, or a new one.
-fn connected(slot: &mut Option<OwnedFd>, path: &Path) -> Result<OwnedFd, ClientError> {
+fn connected(slot: &mut Option<Connection>, path: &Path) -> Result<Connection, ClientError> {
     match slot.take() {
-        Some(connection) if !has_ended(&connection) => Ok(connection),
+        Some(connection) if !has_ended(&connection.socket) => Ok(connection),
         _ => greet(path),
     }
 }
 
 /// Connects and says hello.
-fn greet(path: &Path) -> Result<OwnedFd, ClientError> {
-    let connection = descriptor::connect_to(path, PACKET_LIMIT)
+fn greet(path: &Path) -> Result<Connection, ClientError> {
+    let socket = descriptor::connect_to(path, PACKET_LIMIT)
         .map_err(|error| unreachable(path, &error.source))?;
     let hello = Request::Hello(Hello {
         protocol: PROTOCOL.1,
     });
-    match ask(&connection, "say hello", hello, &[])? {
-        (Answer::Welcome(_), _) => Ok(connection),
+    match ask(&socket, "say hello", hello, &[])? {
+        (Answer::Welcome(welcome), _) => Ok(Connection {
+            socket,
+            generation: welcome.daemon_generation,
+        }),
         (Answer::Refused(refused), _) => Err(refusal(refused).into()),
         _ => Err(unexpected("say hello")),
     }

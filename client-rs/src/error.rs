@@ -210,6 +210,15 @@ pub enum ClientError {
 }
 
 impl ClientError {
+    /// Whether a call may have met a daemon that ended, or one that is not ready yet.
+    pub(crate) fn is_of_a_restart(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } | Self::Transport { .. } => true,
+            Self::Refused(failure) => failure.kind == Kind::Recovering,
+            _ => false,
+        }
+    }
+
     /// What to do about it, where there is an answer.
     #[must_use]
     pub fn remedy(&self) -> Option<&str> {

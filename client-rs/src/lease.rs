@@ -1,8 +1,11 @@
 //! The lease of a manager: what its stream says, and taking it up when it was lost.
 
 use std::{
+    collections::BTreeMap,
+    future::Future,
+    os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak,
         atomic::{AtomicU8, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -10,11 +13,11 @@ use std::{
 
 use flextensord_device::{doorbell::Doorbell, notice::NoticeView};
 use flextensord_proto::v1::{
-    LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, lease_ended::Reason, lease_event::Event,
-    offload_client::OffloadClient,
+    HandedBack, KeptHold, LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, handed_back::What,
+    lease_ended::Reason, lease_event::Event, offload_client::OffloadClient,
 };
 use tokio::sync::watch;
-use tonic::{Status, Streaming};
+use tonic::{Status, Streaming, transport::Channel};
 
 use crate::{
     connection::Client,
@@ -25,7 +28,16 @@ use crate::{
 /// Limit of one attempt to take a lease up: the daemon keeps it for five seconds.
 const RESUME_LIMIT: Duration = Duration::from_secs(5);
 /// Pause between attempts.
-const RESUME_PAUSE: Duration = Duration::from_millis(200);
+const RESUME_PAUSE: Duration = Duration::from_millis(50);
+
+/// What a manager has of the daemon's, to hand back to a successor.
+pub(crate) trait Possessions: std::fmt::Debug + Send + Sync {
+    /// A descriptor of each page and each allocation.
+    ///
+    /// # Errors
+    /// When the kernel has no descriptors.
+    fn descriptors(&self) -> Result<Vec<(What, OwnedFd)>, ClientError>;
+}
 
 /// How a lease stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +96,10 @@ pub(crate) struct Lease {
     /// A release that failed where nobody could be told.
     release_error: Mutex<Option<ClientError>>,
     fate: AtomicU8,
+    /// Once a model is registered.
+    possessions: Mutex<Option<Weak<dyn Possessions>>>,
+    /// Holds over RPC: number and streamed parts.
+    rpc_holds: Mutex<BTreeMap<u64, Vec<u32>>>,
     /// Tells that the lease is over.
     over: watch::Sender<bool>,
 }
@@ -115,7 +131,61 @@ impl Lease {
             bell: RwLock::new(bell),
             release_error: Mutex::new(None),
             fate: AtomicU8::new(Fate::Nothing as u8),
+            possessions: Mutex::default(),
+            rpc_holds: Mutex::default(),
             over: watch::Sender::new(false),
+        }
+    }
+
+    /// Says what is to be handed back to a successor.
+    pub(crate) fn owns(&self, possessions: Weak<dyn Possessions>) {
+        let mut slot = self
+            .possessions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *slot = Some(possessions);
+    }
+
+    /// Notes a hold over RPC.
+    pub(crate) fn note_hold(&self, hold: u64, parts: Vec<u32>) {
+        self.rpc_holds().insert(hold, parts);
+    }
+
+    /// A hold over RPC is over.
+    pub(crate) fn forget_hold(&self, hold: u64) {
+        self.rpc_holds().remove(&hold);
+    }
+
+    fn rpc_holds(&self) -> MutexGuard<'_, BTreeMap<u64, Vec<u32>>> {
+        self.rpc_holds
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call of the owner's, again and again while the daemon is gone or takes the
+    /// manager over, as long as `limit` and the patience last. `send` must build the same
+    /// request each time.
+    pub(crate) async fn call<T, F>(
+        &self,
+        client: &Client,
+        call: &'static str,
+        limit: Duration,
+        send: impl Fn(Channel) -> F,
+    ) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<T, Status>>,
+    {
+        let begin = Instant::now();
+        loop {
+            let error = match client.call(call, limit, &send).await {
+                Err(error) if error.is_of_a_restart() => error,
+                answered => return answered,
+            };
+            self.check()?;
+            if begin.elapsed() >= limit.min(self.patience) {
+                return Err(error);
+            }
+            tokio::time::sleep(RESUME_PAUSE).await;
         }
     }
 
@@ -329,9 +399,16 @@ async fn take_up(
     lease: &Lease,
     message: &OpenManagerRequest,
 ) -> Option<Streaming<LeaseEvent>> {
-    let begin = Instant::now();
+    let mut begin = Instant::now();
+    let mut seen = lease.generation();
     while begin.elapsed() < lease.patience {
-        match attempt(client, lease, message).await {
+        let before = seen;
+        let attempted = attempt(client, lease, message, &mut seen).await;
+        if seen != before {
+            // a successor is there: it has its time
+            begin = Instant::now();
+        }
+        match attempted {
             Ok(stream) => return Some(stream),
             Err(ClientError::Refused(failure)) if !failure.retryable => {
                 lease.end(&format!("it could not be taken up: {failure}"));
@@ -353,16 +430,28 @@ async fn attempt(
     client: &Client,
     lease: &Lease,
     message: &OpenManagerRequest,
+    seen: &mut u64,
 ) -> Result<Streaming<LeaseEvent>, ClientError> {
+    // its process must be known to a new daemon before the lease is
+    *seen = client.descriptors(|channel| channel.hello()).await?;
+    let (mut handed_back, mut holds) = (Vec::new(), Vec::new());
+    if *seen != lease.generation() {
+        handed_back = hand_back(client, lease).await?;
+        let kept = lease.rpc_holds().clone();
+        let kept = kept
+            .into_iter()
+            .map(|(hold, parts)| KeptHold { hold, parts });
+        holds = kept.collect();
+    }
     let message = OpenManagerRequest {
         request_id: request_id::fresh()?,
         name: lease.name.clone(),
         resume_token: lease.token.0.clone(),
         device: lease.device.clone(),
+        handed_back,
+        holds,
         ..message.clone()
     };
-    // its process must be known to a new daemon before the lease is
-    client.descriptors(|channel| channel.hello()).await?;
     let (opened, stream) = open_stream(client, message, RESUME_LIMIT).await?;
     if opened.lease_epoch != lease.epoch {
         return Err(ClientError::LeaseLost {
@@ -377,6 +466,33 @@ async fn attempt(
         .store(opened.daemon_generation, Ordering::Release);
     *lease.bell.write().unwrap_or_else(PoisonError::into_inner) = bell;
     Ok(stream)
+}
+
+/// Hands a successor what its predecessor gave.
+async fn hand_back(client: &Client, lease: &Lease) -> Result<Vec<HandedBack>, ClientError> {
+    let slot = lease
+        .possessions
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clone();
+    let Some(possessions) = slot.and_then(|weak| weak.upgrade()) else {
+        return Ok(Vec::new());
+    };
+    let handed = client.descriptors(move |channel| {
+        let (what, descriptors): (Vec<What>, Vec<OwnedFd>) =
+            possessions.descriptors()?.into_iter().unzip();
+        // the last of it may unmap memory: on this thread, which may block
+        drop(possessions);
+        let tickets = channel.hand_back(&descriptors)?;
+        let handed = what.into_iter().zip(tickets);
+        Ok(handed
+            .map(|(what, ticket)| HandedBack {
+                what: Some(what),
+                ticket,
+            })
+            .collect())
+    });
+    handed.await
 }
 
 fn describe(ended: LeaseEnded) -> &'static str {

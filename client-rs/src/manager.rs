@@ -83,6 +83,8 @@ impl Manager {
             resume_token: Vec::new(),
             device: options.device,
             link_weight: options.link_weight,
+            handed_back: Vec::new(),
+            holds: Vec::new(),
         };
         // where the daemon can have no pidfd, this connection's end is our death: it
         // stands before the lease does
@@ -135,7 +137,10 @@ impl Manager {
         let answer = registration::register(&self.client, &self.lease, weight_set, layers, budget);
         let answer = answer.await.map_err(|error| self.explain(error))?;
         let plane = registration::map_plan(&self.client, &self.lease, self.context.as_ref()).await;
-        self.plane = Some(Arc::new(plane.map_err(|error| self.explain(error))?));
+        let plane = Arc::new(plane.map_err(|error| self.explain(error))?);
+        let possessions = Arc::downgrade(&plane);
+        self.lease.owns(possessions);
+        self.plane = Some(plane);
         Ok(self.registered.insert(answer))
     }
 
@@ -288,15 +293,17 @@ impl Manager {
             passes,
             waited_ns: waited.saturating_sub(reported),
         };
-        let answer = self.client.call("ReportPass", limit, |channel| {
-            let message = request(message.clone(), limit);
-            async move {
-                Ok(OffloadClient::new(channel)
-                    .report_pass(message)
-                    .await?
-                    .into_inner())
-            }
-        });
+        let answer = self
+            .lease
+            .call(&self.client, "ReportPass", limit, |channel| {
+                let message = request(message.clone(), limit);
+                async move {
+                    Ok(OffloadClient::new(channel)
+                        .report_pass(message)
+                        .await?
+                        .into_inner())
+                }
+            });
         let answer = answer.await.map_err(|error| self.explain(error))?;
         plane.waited_reported.fetch_max(waited, Ordering::Relaxed);
         Ok(answer.passes)

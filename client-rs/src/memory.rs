@@ -1,6 +1,6 @@
 //! The memory of a plan as this process sees it: mapped from the host's or from a GPU's.
 
-use std::sync::Arc;
+use std::{io, os::fd::OwnedFd, sync::Arc};
 
 use flextensord_device::mapping::{Mapping, RangeError};
 
@@ -13,8 +13,8 @@ const STRIDE: usize = 16 << 20;
 /// or compared, never borrowed.
 #[derive(Debug)]
 pub(crate) enum PlaneMemory {
-    /// Of the device in host memory.
-    Host(Mapping),
+    /// Of the device in host memory, with its descriptor for a successor of the daemon.
+    Host(Mapping, OwnedFd),
     /// Of a GPU.
     Device(Arc<Imported>),
 }
@@ -23,7 +23,7 @@ impl PlaneMemory {
     /// Copies bytes out. On a GPU whoever calls sees to it that they are there.
     pub(crate) fn read(&self, offset: u64, target: &mut [u8]) -> Result<(), ClientError> {
         match self {
-            Self::Host(mapping) => mapping.read(index(offset)?, target).map_err(outside),
+            Self::Host(mapping, _) => mapping.read(index(offset)?, target).map_err(outside),
             Self::Device(imported) => Ok(imported.mapping().read(offset, target)?),
         }
     }
@@ -31,7 +31,7 @@ impl PlaneMemory {
     /// Whether the bytes at `offset` are `expected`.
     pub(crate) fn equals(&self, offset: u64, expected: &[u8]) -> Result<bool, ClientError> {
         let imported = match self {
-            Self::Host(mapping) => {
+            Self::Host(mapping, _) => {
                 return mapping.equals(index(offset)?, expected).map_err(outside);
             }
             Self::Device(imported) => imported,
@@ -49,10 +49,18 @@ impl PlaneMemory {
         Ok(true)
     }
 
+    /// A descriptor of it, to hand back to a successor of the daemon.
+    pub(crate) fn descriptor(&self) -> io::Result<OwnedFd> {
+        match self {
+            Self::Host(_, descriptor) => descriptor.try_clone(),
+            Self::Device(imported) => imported.mapping().export(),
+        }
+    }
+
     /// The address of a range, in the device's own count.
     pub(crate) fn address(&self, offset: u64, bytes: u64) -> Result<usize, ClientError> {
         match self {
-            Self::Host(mapping) => mapping
+            Self::Host(mapping, _) => mapping
                 .address(index(offset)?, index(bytes)?)
                 .map_err(outside),
             Self::Device(imported) => index(imported.mapping().at(offset, bytes)?),

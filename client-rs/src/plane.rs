@@ -4,6 +4,7 @@
 
 use std::{
     collections::HashMap,
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -11,7 +12,8 @@ use std::{
     time::Duration,
 };
 
-use flextensord_device::{control::ControlPage, fork::ForkMark, handover};
+use flextensord_device::{control::ControlPage, fork::ForkMark, handover, kernel::KernelError};
+use flextensord_proto::v1::handed_back::What;
 use tokio::sync::mpsc;
 
 use crate::{
@@ -19,7 +21,7 @@ use crate::{
     error::ClientError,
     gpu::{Gpu, OnStream},
     holds::{HoldTable, Overlap, overlap_within},
-    lease::Lease,
+    lease::{Lease, Possessions},
     memory::PlaneMemory,
     plan::{Layer, LayerId, Plan, TensorPlace},
     rpc_holds::{Job, RpcPart},
@@ -45,6 +47,8 @@ pub(crate) struct Plane {
     pub(crate) plan: Plan,
     pub(crate) control: Arc<ControlPage>,
     memory: Vec<Option<PlaneMemory>>,
+    /// The ids of the allocations, in their order.
+    ids: Vec<u64>,
     /// On a GPU, what is queued there.
     pub(crate) gpu: Option<Gpu>,
     table: Mutex<HoldTable>,
@@ -69,6 +73,7 @@ impl Plane {
         plan: Plan,
         control: Arc<ControlPage>,
         memory: Vec<Option<PlaneMemory>>,
+        ids: Vec<u64>,
         gpu: Option<Gpu>,
         lease: Arc<Lease>,
         jobs: mpsc::UnboundedSender<Job>,
@@ -86,6 +91,7 @@ impl Plane {
             plan,
             control,
             memory,
+            ids,
             gpu,
             parked: Mutex::new(Vec::new()),
             has_parked: AtomicBool::new(false),
@@ -219,6 +225,22 @@ impl Plane {
     pub(crate) fn note_wait(&self, waited: Duration) {
         let waited = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
         self.waited.fetch_add(waited, Ordering::Relaxed);
+    }
+}
+
+impl Possessions for Plane {
+    fn descriptors(&self) -> Result<Vec<(What, OwnedFd)>, ClientError> {
+        check_process(&self.mark)?;
+        let control = self.control.export()?;
+        let mut all = vec![(What::ControlOfPlan(self.plan.version()), control)];
+        for (id, memory) in self.ids.iter().zip(&self.memory) {
+            if let Some(memory) = memory {
+                let failed = |error| KernelError::new("duplicate a descriptor", error);
+                let descriptor = memory.descriptor().map_err(failed)?;
+                all.push((What::Allocation(*id), descriptor));
+            }
+        }
+        Ok(all)
     }
 }
 

@@ -72,7 +72,7 @@ pub(crate) async fn register(
     }];
     messages.extend(in_messages(layers));
     let limit = client.options().long_timeout;
-    let answer = client.call("RegisterModel", limit, |channel| {
+    let answer = lease.call(client, "RegisterModel", limit, |channel| {
         let message = request(tokio_stream::iter(messages.clone()), limit);
         async move {
             let answer = OffloadClient::new(channel).register_model(message).await?;
@@ -117,7 +117,7 @@ pub(crate) async fn map_plan(
         token: lease.token.0.clone(),
         tickets: true,
     };
-    let pages = client.call("GetPlan", limit, |channel| {
+    let pages = lease.call(client, "GetPlan", limit, |channel| {
         let message = request(message.clone(), limit);
         async move {
             let mut stream = OffloadClient::new(channel)
@@ -142,6 +142,7 @@ pub(crate) async fn map_plan(
         generation: lease.generation(),
     };
     let (context, their_lease) = (context.cloned(), lease.clone());
+    let ids = memory.allocations.iter().map(|memory| memory.id).collect();
     // on a thread that may block: the driver takes its time
     let mapped = client.descriptors(move |channel| {
         let control = ControlPage::open(channel.redeem(&memory.control_ticket)?, identity)?;
@@ -150,7 +151,7 @@ pub(crate) async fn map_plan(
         let allocations = map_allocations(&memory, place, |ticket| channel.redeem(ticket))?;
         let on_gpu = allocations.iter().filter_map(|memory| match memory {
             Some(PlaneMemory::Device(imported)) => Some(Arc::clone(imported)),
-            Some(PlaneMemory::Host(_)) | None => None,
+            Some(PlaneMemory::Host(..)) | None => None,
         });
         let on_gpu: Vec<_> = on_gpu.collect();
         let gpu = context
@@ -169,6 +170,7 @@ pub(crate) async fn map_plan(
         plan,
         control,
         allocations,
+        ids,
         gpu,
         lease.clone(),
         sender,
@@ -194,7 +196,7 @@ fn map_allocations(
                 rule: "more than this process can address".to_owned(),
             })?;
             let mapping = Mapping::new(descriptor.as_fd(), size, Access::Read)?;
-            return Ok(Some(PlaneMemory::Host(mapping)));
+            return Ok(Some(PlaneMemory::Host(mapping, descriptor)));
         };
         let imported = if allocation.ring {
             Imported::ring(context, descriptor, bytes)

@@ -25,6 +25,8 @@ use crate::{
 
 /// How much longer than the daemon's own limit a call may take.
 const MARGIN: Duration = Duration::from_secs(5);
+/// Pause before an acquire that met a restart of the daemon is made again.
+const AGAIN_AFTER: Duration = Duration::from_millis(50);
 /// Longest wait that the daemon takes on.
 const LONGEST: Duration = Duration::from_secs(600);
 
@@ -76,6 +78,8 @@ impl Reservation {
             hold: Some(hold),
             own: std::mem::take(&mut self.own),
         };
+        // a successor is told of it
+        self.plane.lease.note_hold(hold, rpc.own.clone());
         Hold::new(self.plane.clone(), self.layer, Some(rpc), None)
     }
 }
@@ -246,8 +250,9 @@ fn tell(lease: &Lease, reply: Option<Reply>, released: Result<(), ClientError>) 
 /// The hold to release.
 enum Which {
     Hold(u64),
-    /// That of an acquire, by its request id, whose answer never came.
-    Lost(String),
+    /// That of an acquire, by its request id, whose answer never came, and the parts that it
+    /// may have taken.
+    Lost(String, Vec<u32>),
 }
 
 async fn acquire(
@@ -257,25 +262,34 @@ async fn acquire(
     limit: Duration,
     reservation: &Reservation,
 ) -> Result<u64, ClientError> {
-    let limit = limit.min(LONGEST) + MARGIN;
-    let answer = client.call("Acquire", limit, |channel| {
-        let message = request(message.clone(), limit);
-        async move {
-            Ok(OffloadClient::new(channel)
-                .acquire(message)
-                .await?
-                .into_inner())
-        }
-    });
-    let answer = match answer.await {
-        Ok(answer) => answer,
-        Err(error @ ClientError::Refused(_)) => return Err(error),
-        Err(error) => {
-            // it may have been granted all the same; refused means that it was not
-            let lost = Which::Lost(message.request_id.clone());
+    let begin = Instant::now();
+    let mut message = message.clone();
+    let answer = loop {
+        let limit = limit.min(LONGEST) + MARGIN;
+        let answer = client.call("Acquire", limit, |channel| {
+            let message = request(message.clone(), limit);
+            async move {
+                Ok(OffloadClient::new(channel)
+                    .acquire(message)
+                    .await?
+                    .into_inner())
+            }
+        });
+        let error = match answer.await {
+            Ok(answer) => break answer,
+            Err(error) => error,
+        };
+        if !matches!(error, ClientError::Refused(_)) {
+            // it may have been granted all the same, and its daemon be gone: whoever answers
+            // next gives back what it took; refused means that nothing was
+            let lost = Which::Lost(message.request_id.clone(), reservation.own.clone());
             let _: Result<(), _> = release(client, lease, lost, Vec::new()).await;
+        }
+        if !error.is_of_a_restart() || begin.elapsed() >= limit || lease.check().is_err() {
             return Err(error);
         }
+        tokio::time::sleep(AGAIN_AFTER).await;
+        message.request_id = request_id::fresh()?;
     };
     let version = reservation.plane.plan.version();
     if answer.plan_version != version {
@@ -299,9 +313,9 @@ async fn release(
     // the daemon drops all holds of a lease that is over
     lease.check()?;
     let limit = client.options().call_timeout;
-    let (hold, acquire_request_id) = match which {
-        Which::Hold(hold) => (hold, String::new()),
-        Which::Lost(id) => (0, id),
+    let (hold, acquire_request_id, acquired_parts) = match which {
+        Which::Hold(hold) => (hold, String::new(), Vec::new()),
+        Which::Lost(id, parts) => (0, id, parts),
     };
     let message = ReleaseRequest {
         request_id: request_id::fresh()?,
@@ -309,8 +323,9 @@ async fn release(
         hold,
         keep_parts,
         acquire_request_id,
+        acquired_parts,
     };
-    let answer = client.call("Release", limit, |channel| {
+    let answer = lease.call(client, "Release", limit, |channel| {
         let message = request(message.clone(), limit);
         async move {
             Ok(OffloadClient::new(channel)
@@ -319,5 +334,10 @@ async fn release(
                 .into_inner())
         }
     });
-    answer.await.map(drop)
+    let released = answer.await.map(drop);
+    // kept where it may not have been released: a successor is told of it then
+    if released.is_ok() {
+        lease.forget_hold(hold);
+    }
+    released
 }

@@ -96,6 +96,8 @@ kinds! {
     Unimplemented = "UNIMPLEMENTED", Unimplemented, false;
     /// The daemon drains or stops.
     Draining = "DRAINING", Unavailable, true;
+    /// The manager is being taken over from a daemon that ended.
+    Recovering = "RECOVERING", Unavailable, true;
     /// A system call failed.
     Kernel = "KERNEL", Internal, false;
     /// The driver refuses to pin host memory.

@@ -62,6 +62,17 @@ pub struct Flags {
     /// How long a stop waits for calls in progress [default: 10s]
     #[arg(long, value_name = "TIME")]
     pub drain_grace: Option<String>,
+    /// How long managers of a dead daemon are kept for their owners [default: 30s]
+    #[arg(long, value_name = "TIME")]
+    pub client_patience: Option<String>,
+    /// Whether a stop keeps weight sets and managers for a successor or removes them
+    /// (keep, remove) [default: keep]
+    #[arg(long, value_name = "WHAT")]
+    pub on_stop: Option<String>,
+    /// Hash the bytes of weight sets that are taken over from a dead daemon
+    /// [default: false]
+    #[arg(long, value_name = "BOOL")]
+    pub verify_adopted: Option<String>,
     /// Overwrite ring ranges that clients gave back, to find who still reads them; costs
     /// time [default: false]
     #[arg(long, value_name = "BOOL")]
@@ -94,6 +105,9 @@ impl Flags {
             Key::MaxManagers => &self.max_managers,
             Key::ResumeGrace => &self.resume_grace,
             Key::DrainGrace => &self.drain_grace,
+            Key::ClientPatience => &self.client_patience,
+            Key::OnStop => &self.on_stop,
+            Key::VerifyAdopted => &self.verify_adopted,
             Key::PoisonReleased => &self.poison_released,
             Key::Log => &self.log,
             Key::LogFormat => &self.log_format,

@@ -34,6 +34,12 @@ pub enum Key {
     ResumeGrace,
     /// How long a stop waits for calls in progress.
     DrainGrace,
+    /// How long managers of a dead daemon are kept for their owners.
+    ClientPatience,
+    /// Whether a stop keeps weight sets and managers for a successor.
+    OnStop,
+    /// Whether the bytes of sets that are taken over are hashed.
+    VerifyAdopted,
     /// Whether ring ranges that clients gave back are overwritten, to find readers of them.
     PoisonReleased,
     /// Which events are logged.
@@ -44,7 +50,7 @@ pub enum Key {
 
 impl Key {
     /// All keys, in the order of their listing.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 21] = [
         Self::Instance,
         Self::RuntimeDir,
         Self::ShmDir,
@@ -60,6 +66,9 @@ impl Key {
         Self::MaxManagers,
         Self::ResumeGrace,
         Self::DrainGrace,
+        Self::ClientPatience,
+        Self::OnStop,
+        Self::VerifyAdopted,
         Self::PoisonReleased,
         Self::Log,
         Self::LogFormat,
@@ -84,6 +93,9 @@ impl Key {
             Self::MaxManagers => "max_managers",
             Self::ResumeGrace => "resume_grace",
             Self::DrainGrace => "drain_grace",
+            Self::ClientPatience => "client_patience",
+            Self::OnStop => "on_stop",
+            Self::VerifyAdopted => "verify_adopted",
             Self::PoisonReleased => "poison_released",
             Self::Log => "log",
             Self::LogFormat => "log_format",

@@ -85,6 +85,12 @@ pub struct Settings {
     pub resume_grace: Duration,
     /// How long a stop waits for calls in progress.
     pub drain_grace: Duration,
+    /// How long managers of a dead daemon are kept for their owners.
+    pub client_patience: Duration,
+    /// Whether a stop keeps weight sets and managers for a successor.
+    pub keep_on_stop: bool,
+    /// Whether the bytes of sets that are taken over are hashed.
+    pub verify_adopted: bool,
     /// Whether ring ranges that clients gave back are overwritten.
     pub poison_released: bool,
     /// Which events are logged, in the syntax of `EnvFilter`.
@@ -139,6 +145,9 @@ impl Settings {
                 .unwrap_or(usize::MAX),
             resume_grace: time(Key::ResumeGrace, 5)?,
             drain_grace: time(Key::DrainGrace, 10)?,
+            client_patience: time(Key::ClientPatience, 30)?,
+            keep_on_stop: value::optional(layer, Key::OnStop, on_stop)?.unwrap_or(true),
+            verify_adopted: truth(Key::VerifyAdopted, false)?,
             poison_released: truth(Key::PoisonReleased, false)?,
             log: value::optional(layer, Key::Log, value::filter)?
                 .unwrap_or_else(|| "info".to_owned()),
@@ -249,6 +258,14 @@ fn pinned_memory(layer: &Layer, device: &DeviceKind) -> Result<Option<bool>, Con
              leave it unset or say false",
         )),
         _ => Ok(pinned),
+    }
+}
+
+fn on_stop(text: &str) -> Result<bool, String> {
+    match text {
+        "keep" => Ok(true),
+        "remove" => Ok(false),
+        _ => Err("must be keep or remove".to_owned()),
     }
 }
 

@@ -75,6 +75,13 @@ fn written(settings: &Settings, key: Key) -> Value {
         Key::MaxManagers => json!(settings.max_managers),
         Key::ResumeGrace => json!(time(settings.resume_grace)),
         Key::DrainGrace => json!(time(settings.drain_grace)),
+        Key::ClientPatience => json!(time(settings.client_patience)),
+        Key::OnStop => json!(if settings.keep_on_stop {
+            "keep"
+        } else {
+            "remove"
+        }),
+        Key::VerifyAdopted => json!(settings.verify_adopted),
         Key::PoisonReleased => json!(settings.poison_released),
         Key::Log => json!(settings.log),
         Key::LogFormat => match settings.log_format {

@@ -87,6 +87,8 @@ fn nothing_given_but_the_device_means_the_documented_defaults() {
     assert_eq!((settings.load_threads, settings.max_managers), (16, 1024));
     assert_eq!(settings.resume_grace, Duration::from_secs(5));
     assert_eq!(settings.drain_grace, Duration::from_secs(10));
+    assert_eq!(settings.client_patience, Duration::from_secs(30));
+    assert!(settings.keep_on_stop && !settings.verify_adopted);
     assert_eq!(
         (settings.pinning.wanted, settings.host_memory),
         (None, None)
@@ -199,6 +201,9 @@ fn bad_values_name_key_value_rule_and_origin() {
         ("max_managers", "0", "1 to 65536"),
         ("resume_grace", "5", "such as 5s"),
         ("drain_grace", "2h", "at most 1h"),
+        ("client_patience", "2h", "at most 1h"),
+        ("on_stop", "forget", "keep or remove"),
+        ("verify_adopted", "no", "true or false"),
         ("log", "debgu", "must be a level"),
         ("log", "a=b=c", "must be a level"),
         ("log_format", "xml", "human or json"),

@@ -1,7 +1,6 @@
 //! Puts the rooms of a daemon together, and takes them apart.
 
 use std::{
-    io,
     sync::{Arc, Weak},
     thread,
     time::{Duration, Instant},
@@ -28,10 +27,7 @@ use super::{
 use crate::{
     admission::Room,
     channel::{self, server::ChannelServer, ticket::Tickets},
-    managers::{
-        record,
-        registry::{ManagerSettings, Managers, OnEnd},
-    },
+    managers::registry::{ManagerSettings, Managers, OnEnd},
     service::{
         admin::AdminService,
         offload::{Calls, OffloadService},
@@ -67,15 +63,13 @@ pub(super) struct Rooms {
 }
 
 impl Rooms {
-    /// Removes what a dead predecessor left, then makes all rooms.
+    /// Makes all rooms, with what a dead predecessor left in them; what cannot be taken over
+    /// is removed.
     pub(super) fn new(instance: &Instance, drivers: &Drivers) -> Result<Self, StartError> {
         let settings = &instance.settings;
         let generation = instance.generation;
         let state = StateDirectory::open(&instance.directory.state)
             .map_err(|error| StartError::setup("open the state directory", error))?;
-        WeightStore::discard_leftovers(&settings.shm_dir, &settings.instance, &state)
-            .map_err(|error| StartError::setup("remove what a dead daemon left", error))?;
-        discard_managers(&state)?;
         let devices = devices::all(settings, drivers)?;
         let weight_settings = WeightSettings {
             pinner: devices::pinner(settings, &devices),
@@ -86,6 +80,9 @@ impl Rooms {
         };
         let weights = WeightStore::new(weight_settings, state.clone())
             .map_err(|error| StartError::setup("open the store of weights", error))?;
+        weights
+            .adopt(settings.verify_adopted)
+            .map_err(|error| StartError::setup("take over what a dead daemon left", error))?;
         let notice = NoticePage::create(generation)
             .map_err(|error| StartError::setup("make the notice page", error))?;
         let notice = Arc::new(notice);
@@ -110,6 +107,12 @@ impl Rooms {
             state,
             on_end,
         );
+        let waiting = managers
+            .restore(settings.client_patience)
+            .map_err(|error| StartError::setup("take over what a dead daemon left", error))?;
+        if waiting > 0 || !weights.all().is_empty() {
+            pin_in_background(&weights);
+        }
         Ok(Self {
             managers,
             weights,
@@ -179,10 +182,11 @@ impl Rooms {
         tracing::info!(managers, ?limit, "draining");
     }
 
-    /// Waits until the managers have ended, at most as long as they may go on.
-    pub(super) async fn finish_drain(&self) {
+    /// Waits until the managers have ended, at most as long as they may go on. Those that
+    /// have not are ended, or kept for a successor.
+    pub(super) async fn finish_drain(&self, keep: bool) {
         self.notice(NoticePhase::Draining);
-        self.managers.finish_drain().await;
+        self.managers.finish_drain(keep).await;
     }
 
     /// Does what comes round again and again. Ends only when a device has failed for good,
@@ -197,6 +201,7 @@ impl Rooms {
         tokio::select! {
             failure = self.failed() => failure,
             () = self.managers.reclaim(&self.to_reclaim) => "reclaiming ended by itself".into(),
+            () = self.managers.wait_for_owners() => "waiting for owners ended by itself".into(),
             () = expire => "expiry ended by itself".into(),
         }
     }
@@ -227,10 +232,10 @@ impl Rooms {
         }
     }
 
-    /// Removes all weight sets; the daemon stops.
-    pub(super) fn close(self) {
+    /// Removes all weight sets, or keeps them for a successor; the daemon stops.
+    pub(super) fn close(self, keep: bool) {
         self.notice(NoticePhase::Stopped);
-        self.weights.close();
+        self.weights.close(keep);
     }
 }
 
@@ -271,15 +276,16 @@ fn manage(
     devices.into_iter().enumerate().map(manage).collect()
 }
 
-/// Managers of a dead daemon cannot be taken up yet: their records go, by name.
-fn discard_managers(state: &StateDirectory) -> Result<(), StartError> {
-    let refused = |error: io::Error| StartError::setup("remove what a dead daemon left", error);
-    let names = state.list().map_err(|e| refused(io::Error::other(e)))?;
-    for name in names.into_iter().filter(|name| record::is_of_manager(name)) {
-        tracing::info!(name, "discard what a dead daemon's manager left");
-        state
-            .remove(&name)
-            .map_err(|e| refused(io::Error::other(e)))?;
+/// Pins what was taken over while it is served already: until then copies are slow.
+fn pin_in_background(weights: &Arc<WeightStore>) {
+    let weights = Arc::downgrade(weights);
+    let work = move || {
+        if let Some(weights) = weights.upgrade() {
+            weights.pin_adopted();
+        }
+    };
+    // without it copies stay slow, and nothing is wrong
+    if let Err(error) = thread::Builder::new().name("pin".to_owned()).spawn(work) {
+        tracing::warn!(%error, "no thread to pin what was taken over");
     }
-    Ok(())
 }

@@ -106,10 +106,12 @@ async fn serve(
         "serving"
     );
     let grace = instance.settings.drain_grace;
+    let keep = instance.settings.keep_on_stop;
     let outcome = tokio::select! {
         signal = signals.next() => {
             tracing::info!(signal, "told to stop");
-            rooms.begin_drain(grace);
+            // who is kept for a successor need not be waited for
+            rooms.begin_drain(if keep { Duration::ZERO } else { grace });
             Ok(())
         }
         () = rooms.drain_begun() => Ok(()),
@@ -121,12 +123,12 @@ async fn serve(
     if outcome.is_ok() {
         advance(&life, Phase::Draining)?;
         tokio::select! {
-            () = rooms.finish_drain() => {}
+            () = rooms.finish_drain(keep) => {}
             // told twice, somebody is in a hurry
             signal = signals.next() => {
                 tracing::info!(signal, "told to stop at once");
                 rooms.begin_drain(Duration::ZERO);
-                rooms.finish_drain().await;
+                rooms.finish_drain(keep).await;
             }
         }
     }
@@ -136,7 +138,7 @@ async fn serve(
         tracing::debug!("close connections that are still open");
         server.abort();
     }
-    rooms.close();
+    rooms.close(keep);
     instance.close();
     advance(&life, Phase::Stopped)?;
     outcome

@@ -1,11 +1,11 @@
 //! The end of a daemon as its managers see it.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use flextensord_proto::v1::{Draining, lease_ended::Reason, lease_event};
 use tokio::time;
 
-use super::registry::Managers;
+use super::{manager::Manager, registry::Managers};
 
 /// Longest time that a drain may take; more makes no sense.
 const LONGEST_DRAIN: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -32,8 +32,9 @@ impl Managers {
         let _: Result<_, _> = self.drain.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// Waits until no manager is left, at most until the drain's end; ends those that are.
-    pub async fn finish_drain(&self) {
+    /// Waits until no manager is left, at most until the drain's end; ends those that are, or
+    /// leaves them to a successor when `keep` says so.
+    pub async fn finish_drain(&self, keep: bool) {
         let is_over = || {
             self.drain
                 .borrow()
@@ -43,9 +44,24 @@ impl Managers {
             time::sleep(Duration::from_millis(10)).await;
         }
         for manager in self.list() {
-            self.end(&manager, Reason::Stopping);
+            if keep {
+                self.leave(manager);
+            } else {
+                self.end(&manager, Reason::Stopping);
+            }
         }
         self.tasks.close();
         self.tasks.wait().await;
+    }
+
+    /// Lets go of a manager's ring once its last copy has arrived; page, journal and record
+    /// stay for a successor, and its client waits for that.
+    fn leave(&self, manager: Arc<Manager>) {
+        if manager.model_slot().is_some() {
+            self.tasks.spawn_blocking(move || {
+                // the journal keeps its file
+                drop(manager.device.engine.detach(manager.id));
+            });
+        }
     }
 }

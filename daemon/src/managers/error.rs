@@ -86,6 +86,17 @@ pub enum ManagerError {
         /// The devices there are.
         known: String,
     },
+    /// A manager of a dead daemon cannot be taken up.
+    #[error("manager {name:?} cannot be taken over from the daemon before: {why}")]
+    NotAdopted {
+        /// Its name.
+        name: String,
+        /// Why not.
+        why: String,
+    },
+    /// Its owner has not taken it up yet.
+    #[error("the manager is being taken over from the daemon before; take its lease up first")]
+    Recovering,
     /// The token owns nothing, or no longer.
     #[error("the lease is over, or the token is not this user's")]
     LeaseLost,

@@ -40,6 +40,19 @@ pub struct Holds {
 }
 
 impl Holds {
+    /// Takes over holds of a dead daemon: the words of their parts are in use.
+    pub(super) fn restore(&mut self, holds: Vec<(u64, Vec<u32>)>) {
+        for (hold, parts) in holds {
+            for part in &parts {
+                *self.counts.entry(*part).or_default() += 1;
+            }
+            self.parts += parts.len();
+            // numbers grow, in their high half
+            self.next = self.next.max(hold >> 32);
+            self.held.insert(hold, parts);
+        }
+    }
+
     /// Number of holds.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -147,6 +160,21 @@ pub async fn acquire(
     drop(taking);
     drop(holds);
     Ok((hold, model))
+}
+
+/// Gives back what an acquire of a dead daemon took whose answer its caller never saw:
+/// those of `parts` that are in use and in no hold.
+///
+/// # Errors
+/// When no model is registered.
+pub async fn give_up(manager: &Manager, parts: &[u32]) -> Result<(), ManagerError> {
+    let model = manager.model()?;
+    let holds = manager.holds.lock().await;
+    for part in parts.iter().filter(|part| !holds.counts.contains_key(part)) {
+        give_back(model.control.as_ref(), *part);
+    }
+    manager.doorbell.ring();
+    Ok(())
 }
 
 /// Checks that a hold is one of the manager's.

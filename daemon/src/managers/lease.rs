@@ -37,7 +37,7 @@ impl Drop for LeaseStream {
 
 impl Managers {
     /// A new stream of a manager's lease.
-    pub(super) fn lease(&self, manager: Arc<Manager>) -> OpenLease {
+    pub fn lease(&self, manager: Arc<Manager>) -> OpenLease {
         let (number, events) = manager.new_stream();
         let events = LeaseStream {
             events,

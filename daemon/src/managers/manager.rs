@@ -65,6 +65,8 @@ pub struct Manager {
     pub since_ms: u64,
     /// Grows whenever a manager changes owner.
     pub lease_epoch: u64,
+    /// Whether it was taken over from a dead daemon.
+    pub is_adopted: bool,
     /// The id of the request that opened it.
     pub open_id: String,
     /// Software of the owner.

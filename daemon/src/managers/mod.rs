@@ -7,9 +7,10 @@
 //! - [`lease`]: its streams, and the process behind them;
 //! - `drain`: the end of the daemon as managers see it;
 //! - [`holds`]: holds taken over RPC;
-//! - [`record`]: what a successor needs;
+//! - [`record`]: what a successor needs; [`adoption`]: how it takes managers over;
 //! - [`error`]: what can go wrong.
 
+pub mod adoption;
 mod drain;
 pub mod error;
 pub mod holds;

@@ -5,12 +5,13 @@ use flextensord_device::device::Label;
 use serde::{Deserialize, Serialize};
 
 use super::{manager::Manager, model::Model};
+use crate::plan::Plan;
 
 /// Version of the file's format.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// A manager with its live plans.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ManagerRecord {
     /// [`FORMAT`].
     pub format: u32,
@@ -39,7 +40,7 @@ pub struct ManagerRecord {
 }
 
 /// One plan version.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanRecord {
     /// Its version.
     pub version: u64,
@@ -49,16 +50,22 @@ pub struct PlanRecord {
     pub journal: String,
     /// Layers: name and parts.
     pub layers: Vec<(String, Vec<u32>)>,
-    /// Parts: storage, and place.
+    /// Parts: storage, and tensors.
     pub parts: Vec<PartRecord>,
-    /// Order of the streamed parts in a pass.
-    pub stream_order: Vec<u32>,
+    /// Tensors of the set that no layer names, and their bytes.
+    pub unregistered: (u32, u64),
+    /// The plan.
+    pub plan: Plan,
     /// Allocations: residents by block, then the ring.
     pub blocks: Vec<AllocationRecord>,
     /// The ring, if anything streams.
     pub ring: Option<AllocationRecord>,
+    /// Bytes asked for.
+    pub requested: u64,
     /// Bytes granted.
     pub granted: u64,
+    /// Bytes of residents that were on the device before.
+    pub shared_bytes: u64,
 }
 
 /// One part.
@@ -66,8 +73,8 @@ pub struct PlanRecord {
 pub struct PartRecord {
     /// Index of its storage in the weight set.
     pub storage: u32,
-    /// Where it lies.
-    pub place: crate::plan::Place,
+    /// Its tensors: indices into the manifest's.
+    pub tensors: Vec<usize>,
 }
 
 /// One allocation, as its label names it.
@@ -103,16 +110,28 @@ pub fn journal_name(id: u64, plan_version: u64) -> String {
     format!("manager-{id:016x}.{plan_version}.journal")
 }
 
+/// What a record keeps of a token: enough to recognise it.
+#[must_use]
+pub fn token_digest(token: &[u8]) -> String {
+    blake3::hash(token).to_hex().to_string()
+}
+
+/// Whether a file of the state directory is a manager's record.
+#[must_use]
+pub fn is_record(file: &str) -> bool {
+    file.starts_with("manager-") && file.ends_with(".json")
+}
+
 /// Whether a file of the state directory is a manager's record or journal.
 #[must_use]
 pub fn is_of_manager(file: &str) -> bool {
-    file.starts_with("manager-") && (file.ends_with(".json") || file.ends_with(".journal"))
+    is_record(file) || file.starts_with("manager-") && file.ends_with(".journal")
 }
 
 impl ManagerRecord {
-    /// The record of a manager whose only plan is `model`'s.
+    /// The record of a manager whose only plan is `model`'s, or that has none yet.
     #[must_use]
-    pub fn new(manager: &Manager, model: &Model) -> Self {
+    pub fn new(manager: &Manager, model: Option<&Model>) -> Self {
         Self {
             format: FORMAT,
             id: manager.id,
@@ -121,11 +140,14 @@ impl ManagerRecord {
             pid: manager.owner.pid,
             pid_started: manager.owner_started,
             lease_epoch: manager.lease_epoch,
-            token_digest: blake3::hash(manager.token()).to_hex().to_string(),
+            token_digest: token_digest(manager.token()),
             device: manager.device.info().uuid.clone(),
             link_weight: manager.link_weight,
             since_ms: manager.since_ms,
-            plans: vec![PlanRecord::new(manager.id, model)],
+            plans: model
+                .map(|model| PlanRecord::new(manager.id, model))
+                .into_iter()
+                .collect(),
         }
     }
 }
@@ -133,7 +155,7 @@ impl ManagerRecord {
 impl PlanRecord {
     fn new(manager: u64, model: &Model) -> Self {
         let layers = &model.structure.layers;
-        let parts = model.structure.parts.iter().zip(&model.plan.places);
+        let parts = model.structure.parts.iter();
         let block = |block: &std::sync::Arc<crate::transfer::residents::Block>| {
             let allocation = block.allocation();
             AllocationRecord::new(&allocation.label, allocation.memory.bytes())
@@ -147,23 +169,43 @@ impl PlanRecord {
                 .map(|l| (l.name.clone(), l.parts.clone()))
                 .collect(),
             parts: parts
-                .map(|(part, place)| PartRecord {
+                .map(|part| PartRecord {
                     storage: part.storage,
-                    place: *place,
+                    tensors: part.tensors.clone(),
                 })
                 .collect(),
-            stream_order: model.plan.stream_order.clone(),
+            unregistered: model.structure.unregistered,
+            plan: model.plan.clone(),
             blocks: model.blocks.iter().map(block).collect(),
             ring: model
                 .ring
                 .as_ref()
                 .map(|ring| AllocationRecord::new(&ring.label, ring.memory.bytes())),
+            requested: model.requested,
             granted: model.granted,
+            shared_bytes: model.shared_bytes,
         }
+    }
+
+    /// All its memory.
+    pub fn allocations(&self) -> impl Iterator<Item = &AllocationRecord> {
+        self.blocks.iter().chain(&self.ring)
     }
 }
 
 /// Bytes as lower-case hex.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The 16 bytes that were written as hex.
+pub(super) fn unhex(text: &str) -> Option<[u8; 16]> {
+    let mut bytes = [0; 16];
+    if text.len() != 2 * bytes.len() {
+        return None;
+    }
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(text.get(2 * at..2 * at + 2)?, 16).ok()?;
+    }
+    Some(bytes)
 }

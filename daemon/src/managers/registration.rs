@@ -144,7 +144,7 @@ fn prepare(
         0 => None,
         bytes => Some(given.reservation.allocate(bytes)?),
     };
-    let control = ControlPage::create(identity(manager, &structure))?;
+    let control = ControlPage::create(identity(manager, &structure, FIRST_PLAN))?;
     Ok(Model {
         attachment,
         plan_version: FIRST_PLAN,
@@ -220,10 +220,15 @@ fn planner_input(manager: &Manager, structure: &Structure) -> Input {
     input
 }
 
-fn identity(manager: &Manager, structure: &Structure) -> ControlIdentity {
+/// Which page and journal belong to a plan.
+pub(super) fn identity(
+    manager: &Manager,
+    structure: &Structure,
+    plan_version: u64,
+) -> ControlIdentity {
     ControlIdentity {
         lease_epoch: manager.lease_epoch,
-        plan_version: FIRST_PLAN,
+        plan_version,
         // the structure numbers its parts in 32 bits
         parts: u32::try_from(structure.parts.len()).unwrap_or(u32::MAX),
     }
@@ -249,17 +254,31 @@ fn block_requests(
         };
         (offset(*part), source)
     };
-    let storage = |part: &u32| structure.parts[*part as usize].storage;
     plan.blocks
         .iter()
-        .map(|block| BlockRequest {
-            key: BlockKey {
-                uid,
-                weight_set: set.id().to_owned(),
-                storages: block.parts.iter().map(storage).collect(),
-            },
+        .zip(block_keys(uid, set, structure, plan))
+        .map(|(block, key)| BlockRequest {
+            key,
             bytes: block.bytes,
             contents: block.parts.iter().map(contents).collect(),
+        })
+        .collect()
+}
+
+/// What the blocks of a plan are known by.
+pub(super) fn block_keys(
+    uid: u32,
+    set: &WeightSet,
+    structure: &Structure,
+    plan: &Plan,
+) -> Vec<BlockKey> {
+    let storage = |part: &u32| Some(structure.parts.get(*part as usize)?.storage);
+    plan.blocks
+        .iter()
+        .map(|block| BlockKey {
+            uid,
+            weight_set: set.id().to_owned(),
+            storages: block.parts.iter().filter_map(storage).collect(),
         })
         .collect()
 }
@@ -276,16 +295,17 @@ fn write_down(
             let path = managers.state().path().join(&name);
             Some(JournalFile::create(
                 &path,
-                identity(manager, &model.structure),
+                identity(manager, &model.structure, model.plan_version),
             )?)
         }
         None => None,
     };
     let written = managers.state().write(
         &record::name(manager.id),
-        &ManagerRecord::new(manager, model),
+        &ManagerRecord::new(manager, Some(model)),
     );
     if let Err(error) = written {
+        // the record without a plan stands
         if let Some(journal) = journal {
             journal.remove()?;
         }
@@ -296,7 +316,7 @@ fn write_down(
 
 /// Gives the model to its manager and the ring to the engine, unless the lease ended
 /// meanwhile.
-fn install(
+pub(super) fn install(
     managers: &Managers,
     manager: &Arc<Manager>,
     model: &Arc<Model>,
@@ -355,8 +375,8 @@ fn stream_parts(model: &Model) -> Vec<StreamPart> {
 
 /// Takes a model apart whose manager is over: the engine lets go of the ring, memory
 /// waits for its last holder, files go. Blocks the thread until the last copy is done.
-pub(super) fn dismantle(managers: &Managers, manager: &Manager, model: &Arc<Model>) {
-    if model.ring.is_some()
+pub(super) fn dismantle(managers: &Managers, manager: &Manager, model: Option<&Arc<Model>>) {
+    if model.is_some_and(|model| model.ring.is_some())
         && let Some(detached) = manager.device.engine.detach(manager.id)
         && let Err(error) = detached.journal.remove()
     {
@@ -365,7 +385,9 @@ pub(super) fn dismantle(managers: &Managers, manager: &Manager, model: &Arc<Mode
     if let Err(error) = managers.state().remove(&record::name(manager.id)) {
         tracing::warn!(manager = manager.name, %error, "record left behind");
     }
-    retire(manager, model);
+    if let Some(model) = model {
+        retire(manager, model);
+    }
 }
 
 fn retire(manager: &Manager, model: &Model) {

@@ -23,9 +23,11 @@ use tokio::{
 use tokio_util::task::TaskTracker;
 
 use super::{
+    adoption::Orphan,
     error::ManagerError,
     lease::OpenLease,
     manager::{Lease, Manager, Token},
+    record::{self, ManagerRecord},
     registration,
 };
 use crate::{
@@ -92,7 +94,31 @@ pub struct OpenRequest {
 #[derive(Debug, Default)]
 pub(super) struct Names {
     pub(super) by_name: HashMap<(u32, String), Arc<Manager>>,
-    by_token: HashMap<Token, Arc<Manager>>,
+    pub(super) by_token: HashMap<Token, Arc<Manager>>,
+    /// Managers of a dead daemon, by the digest of their token.
+    pub(super) orphans: HashMap<String, Orphan>,
+    /// Those of them that are being taken up.
+    pub(super) adopting: HashMap<String, (u32, String)>,
+}
+
+impl Names {
+    /// Who has a name: its process and since when; 0 where that is not known yet.
+    fn holder(&self, uid: u32, name: &str) -> Option<(u32, u64)> {
+        let key = (uid, name.to_owned());
+        if let Some(manager) = self.by_name.get(&key) {
+            return Some((manager.owner.pid, manager.since_ms));
+        }
+        let orphan = self.orphans.values().map(|orphan| &orphan.record);
+        let mut orphan = orphan.filter(|record| record.uid == uid && record.name == name);
+        match orphan.next() {
+            Some(record) => Some((record.pid, record.since_ms)),
+            None => self
+                .adopting
+                .values()
+                .any(|taken| *taken == key)
+                .then_some((0, 0)),
+        }
+    }
 }
 
 /// Told the id of each manager that ends, at once.
@@ -208,7 +234,12 @@ impl Managers {
         }
         self.settings.admit(&names, peer.uid)?;
         let name = free_name(&names, peer.uid, &request.name)?;
-        let manager = Arc::new(self.make(peer, request, name, device)?);
+        let mut manager = self.bare(peer, &request.request_id, &request.client, name, &device)?;
+        manager.link_weight = request.link_weight;
+        let manager = Arc::new(manager);
+        // a successor must know of it before the client does
+        let record = ManagerRecord::new(&manager, None);
+        self.state.write(&record::name(manager.id), &record)?;
         names
             .by_name
             .insert((peer.uid, manager.name.clone()), Arc::clone(&manager));
@@ -232,12 +263,21 @@ impl Managers {
     /// When it owns none, or none of this user.
     pub fn find(&self, peer: Peer, token: &[u8]) -> Result<Arc<Manager>, ManagerError> {
         let token: Token = token.try_into().map_err(|_| ManagerError::LeaseLost)?;
-        self.names()
-            .by_token
-            .get(&token)
-            .filter(|manager| manager.owner.uid == peer.uid)
-            .cloned()
-            .ok_or(ManagerError::LeaseLost)
+        let names = self.names();
+        if let Some(manager) = names.by_token.get(&token) {
+            let is_own = manager.owner.uid == peer.uid;
+            return is_own
+                .then(|| Arc::clone(manager))
+                .ok_or(ManagerError::LeaseLost);
+        }
+        if names.orphans.is_empty() && names.adopting.is_empty() {
+            return Err(ManagerError::LeaseLost);
+        }
+        let digest = record::token_digest(&token);
+        match names.orphans.contains_key(&digest) || names.adopting.contains_key(&digest) {
+            true => Err(ManagerError::Recovering),
+            false => Err(ManagerError::LeaseLost),
+        }
     }
 
     /// The manager of that user and name.
@@ -279,9 +319,7 @@ impl Managers {
         let this = self.this.upgrade()?;
         let manager = Arc::clone(manager);
         Some(self.tasks.spawn_blocking(move || {
-            if let Some(model) = model {
-                registration::dismantle(&this, &manager, &model);
-            }
+            registration::dismantle(&this, &manager, model.as_ref());
         }))
     }
 
@@ -318,6 +356,7 @@ impl Managers {
     /// Ends the manager of that name if its owner's process is dead: whoever opens the
     /// name next need not wait until that is noticed.
     fn fence_dead(&self, uid: u32, name: &str) {
+        self.give_up_dead(uid, name);
         let holder = self.find_name(uid, name).ok();
         let dead =
             |manager: &Arc<Manager>| manager.process.as_ref().is_some_and(Process::has_exited);
@@ -326,12 +365,14 @@ impl Managers {
         }
     }
 
-    fn make(
+    /// A manager that nobody knows of yet.
+    pub(super) fn bare(
         &self,
         peer: Peer,
-        request: &OpenRequest,
+        open_id: &str,
+        client: &str,
         name: String,
-        device: Arc<ManagedDevice>,
+        device: &Arc<ManagedDevice>,
     ) -> Result<Manager, ManagerError> {
         // a call may outlive its caller: its manager would have no owner
         if Process::is_gone(peer.pid) {
@@ -347,11 +388,12 @@ impl Managers {
             owner_started: process::start_time(peer.pid),
             since_ms: now_ms(),
             lease_epoch: number,
-            open_id: request.request_id.clone(),
-            client: request.client.clone(),
+            is_adopted: false,
+            open_id: open_id.to_owned(),
+            client: client.to_owned(),
             counters: Arc::new(Counters::under(Arc::clone(&device.counters))),
-            device,
-            link_weight: request.link_weight,
+            device: Arc::clone(device),
+            link_weight: 0,
             doorbell: Arc::new(Doorbell::new()?),
             passes: AtomicU64::new(0),
             waited_ns: AtomicU64::new(0),
@@ -394,14 +436,14 @@ fn short(name: &str) -> String {
 
 /// The name asked for if it is free, else the first free default name.
 fn free_name(names: &Names, uid: u32, asked: &str) -> Result<String, ManagerError> {
-    let holder = |name: &str| names.by_name.get(&(uid, name.to_owned()));
+    let holder = |name: &str| names.holder(uid, name);
     if !asked.is_empty() {
         return match holder(asked) {
             None => Ok(asked.to_owned()),
-            Some(manager) => Err(ManagerError::Taken {
+            Some((pid, since_ms)) => Err(ManagerError::Taken {
                 name: asked.to_owned(),
-                pid: manager.owner.pid,
-                since_ms: manager.since_ms,
+                pid,
+                since_ms,
             }),
         };
     }

@@ -85,6 +85,7 @@ impl From<WeightError> for Failure {
                     )
             }
             WeightError::Segment(SegmentError::GivenUp { .. }) => daemon(Kind::Aborted),
+            WeightError::Segment(SegmentError::Unlike { .. }) => daemon(Kind::Internal),
             WeightError::Segment(SegmentError::Size { bytes }) => {
                 client(Kind::InvalidArgument).with("wanted", bytes)
             }

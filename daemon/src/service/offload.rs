@@ -1,17 +1,17 @@
 //! The `Offload` service: managers, registration, holds.
 
-use std::{pin::Pin, sync::Arc, time::Duration};
+use std::{os::fd::OwnedFd, pin::Pin, sync::Arc, time::Duration};
 
 use flextensord_device::{notice::NoticePage, process::Peer};
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     limit, negotiate,
     v1::{
-        AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse, GetPlanRequest,
-        Heartbeat, LeaseEvent, OpenManagerRequest, Opened, PlanPage, RegisterModelRequest,
-        RegisterModelResponse, ReleaseRequest, ReleaseResponse, ReportPassRequest,
-        ReportPassResponse, lease_ended::Reason, lease_event::Event, offload_server::Offload,
-        register_header, register_model_request::Part,
+        self, AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse,
+        GetPlanRequest, Heartbeat, LeaseEvent, OpenManagerRequest, Opened, PlanPage,
+        RegisterModelRequest, RegisterModelResponse, ReleaseRequest, ReleaseResponse,
+        ReportPassRequest, ReportPassResponse, handed_back::What, lease_ended::Reason,
+        lease_event::Event, offload_server::Offload, register_header, register_model_request::Part,
     },
 };
 use tokio::time;
@@ -27,6 +27,7 @@ use super::{
 use crate::{
     channel::ticket::{Gift, Tickets},
     managers::{
+        adoption::HandedBack,
         error::ManagerError,
         holds,
         lease::OpenLease,
@@ -76,6 +77,55 @@ type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl OffloadService {
     fn find(&self, peer: Peer, token: &[u8]) -> Result<Arc<Manager>, Failure> {
         Ok(self.managers.find(peer, token)?)
+    }
+
+    /// Redeems the tickets of what a client hands back.
+    fn handed_back(
+        &self,
+        peer: Peer,
+        descriptors: Vec<v1::HandedBack>,
+        holds: Vec<v1::KeptHold>,
+    ) -> Result<HandedBack, Failure> {
+        let mut handed = HandedBack {
+            holds: holds
+                .into_iter()
+                .map(|kept| (kept.hold, kept.parts))
+                .collect(),
+            ..HandedBack::default()
+        };
+        for descriptor in descriptors {
+            let descriptor_of = |ticket: &[u8]| -> Result<OwnedFd, Failure> {
+                Ok(self.tickets.collect(peer, ticket)?.file.into())
+            };
+            let given = descriptor_of(&descriptor.ticket)?;
+            match descriptor.what {
+                Some(What::ControlOfPlan(version)) => handed.controls.insert(version, given),
+                Some(What::Allocation(id)) => handed.memory.insert(id, given),
+                None => {
+                    let rule = "a page of slot words or an allocation";
+                    return Err(field("handed_back.what", "missing", rule));
+                }
+            };
+        }
+        Ok(handed)
+    }
+
+    /// Takes up a manager of a dead daemon.
+    async fn adopt(
+        &self,
+        peer: Peer,
+        token: Vec<u8>,
+        open: &OpenRequest,
+        handed: HandedBack,
+    ) -> Result<OpenLease, Failure> {
+        let managers = Arc::clone(&self.managers);
+        let (open_id, client) = (open.request_id.clone(), open.client.clone());
+        // on a thread that may block: the driver takes its time
+        let work = move || managers.adopt(peer, &token, &open_id, &client, handed);
+        let manager = tokio::task::spawn_blocking(work)
+            .await
+            .map_err(|_| request::worker())??;
+        Ok(self.managers.lease(manager))
     }
 
     fn opened(&self, peer: Peer, lease: &OpenLease, protocol: u32) -> Result<Opened, Failure> {
@@ -155,7 +205,13 @@ impl Offload for OffloadService {
             device: message.device,
             link_weight,
         };
-        let lease = self.managers.open(peer, &open).map_err(Failure::from)?;
+        let lease = match &open.resume_token {
+            Some(token) if self.managers.is_orphan(token) => {
+                let handed = self.handed_back(peer, message.handed_back, message.holds)?;
+                self.adopt(peer, token.clone(), &open, handed).await?
+            }
+            _ => self.managers.open(peer, &open).map_err(Failure::from)?,
+        };
         let opened = self.opened(peer, &lease, protocol)?;
         Ok(Response::new(Box::pin(lease_events(opened, lease))))
     }
@@ -287,6 +343,11 @@ impl Offload for OffloadService {
                 message.hold
             } else {
                 let answer = self.calls.acquires.abandon(peer.uid, lost).await?;
+                if answer.is_none() && manager.is_adopted {
+                    holds::give_up(&manager, &message.acquired_parts)
+                        .await
+                        .map_err(Failure::from)?;
+                }
                 answer.map_or(0, |answer| answer.hold)
             };
             holds::release(&manager, hold, &message.keep_parts)

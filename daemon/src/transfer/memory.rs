@@ -120,6 +120,12 @@ impl DeviceMemory {
         &self.device
     }
 
+    /// The instance that stands in labels.
+    #[must_use]
+    pub fn instance(&self) -> &str {
+        &self.instance
+    }
+
     /// Bytes that are neither allocated nor reserved.
     #[must_use]
     pub fn available(&self) -> u64 {

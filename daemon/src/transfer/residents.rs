@@ -81,6 +81,8 @@ pub struct Residents {
     memory: Arc<DeviceMemory>,
     slots: Mutex<HashMap<BlockKey, Slot>>,
     changed: Condvar,
+    /// Blocks of a dead daemon by the ids of their allocations.
+    adopted: Mutex<HashMap<u64, Weak<Block>>>,
 }
 
 /// A block to have: its key, its bytes, and where its contents come from.
@@ -102,6 +104,7 @@ impl Residents {
             memory,
             slots: Mutex::default(),
             changed: Condvar::new(),
+            adopted: Mutex::default(),
         }
     }
 
@@ -304,6 +307,41 @@ impl Residents {
             pause(deadline).ok_or_else(late)?;
         }
         Ok(())
+    }
+
+    /// A block that a dead daemon filled, by the id of its allocation: the one that another
+    /// client has handed back already, or the one that `take` takes back.
+    ///
+    /// # Errors
+    /// What `take` says.
+    pub fn adopt(
+        &self,
+        key: BlockKey,
+        allocation: u64,
+        take: impl FnOnce() -> Result<Allocation, String>,
+    ) -> Result<Arc<Block>, String> {
+        // one after the other: no allocation is taken back twice
+        let mut adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(block) = adopted.get(&allocation).and_then(Weak::upgrade) {
+            return Ok(block);
+        }
+        let block = Arc::new(Block {
+            memory: Arc::clone(&self.memory),
+            allocation: take()?,
+        });
+        adopted.retain(|_, block| block.strong_count() > 0);
+        adopted.insert(allocation, Arc::downgrade(&block));
+        drop(adopted);
+        let mut slots = self.slots();
+        let filled = |slot: &Slot| match slot {
+            Slot::Filling(_) => true,
+            Slot::Filled(block) => block.strong_count() > 0,
+        };
+        // where a new one of that key is there, both live until their managers end
+        if !slots.get(&key).is_some_and(filled) {
+            slots.insert(key, Slot::Filled(Arc::downgrade(&block)));
+        }
+        Ok(block)
     }
 
     fn slots(&self) -> MutexGuard<'_, HashMap<BlockKey, Slot>> {

@@ -2,7 +2,7 @@
 //! revoked.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashSet, VecDeque},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::SeqCst},
@@ -138,9 +138,12 @@ impl Stream {
         for (position, part) in spec.order.iter().enumerate() {
             positions[*part as usize].push(position);
         }
-        let parts = spec.parts.len();
+        let (parts, order) = (spec.parts.len(), spec.order.len().max(1));
+        let mut filler = Filler::new(spec.journal);
+        let (occupied, reached) =
+            inherited(&mut filler, spec.control.as_ref(), &spec.parts, &spec.order);
         Self {
-            filler: Filler::new(spec.journal),
+            filler,
             spec: StreamShared {
                 manager: spec.manager,
                 weight: spec.weight,
@@ -156,11 +159,11 @@ impl Stream {
                 poison: spec.poison,
             },
             positions,
-            cursor: 0,
-            reached: 0,
+            cursor: reached.map_or(0, |position| (position + 1) % order),
+            reached: reached.unwrap_or(0),
             window: VecDeque::new(),
             ahead: vec![0; parts],
-            occupied: BTreeMap::new(),
+            occupied,
             pending: None,
             rest: None,
             last: Ticket::default(),
@@ -467,6 +470,33 @@ impl Stream {
             self.spec.counters.count(|c| &c.protocol_violations, 1);
         }
     }
+}
+
+/// What a predecessor left in a ring: the parts that are not empty, by their offset, and the
+/// position where the client was last seen. Copies that never arrived are forgotten: nothing
+/// is under way when a stream begins. All is empty in a new ring.
+fn inherited(
+    filler: &mut Filler<JournalFile>,
+    control: &ControlPage,
+    parts: &[StreamPart],
+    order: &[u32],
+) -> (BTreeMap<u64, u32>, Option<usize>) {
+    let mut occupied = BTreeMap::new();
+    let mut in_use = HashSet::new();
+    for (number, place) in (0..).zip(parts).filter(|(_, place)| place.bytes > 0) {
+        match filler.sight(control, number) {
+            Sight::Empty => {}
+            Sight::Filling => filler.withdraw(number),
+            sight => {
+                occupied.insert(place.ring_offset, number);
+                if sight == Sight::InUse {
+                    in_use.insert(number);
+                }
+            }
+        }
+    }
+    let reached = order.iter().rposition(|part| in_use.contains(part));
+    (occupied, reached)
 }
 
 /// The occupied parts whose range meets that of `place`.

@@ -127,6 +127,18 @@ impl Budget {
         })
     }
 
+    /// Counts `bytes` of a set that a dead daemon left: they are taken already.
+    pub fn adopt(self: &Arc<Self>, bytes: u64) -> Reservation {
+        let mut taken = self.taken();
+        taken.live = taken.live.saturating_add(bytes);
+        Reservation {
+            budget: Arc::clone(self),
+            bytes,
+            allocated: bytes,
+            is_live: true,
+        }
+    }
+
     /// The budget now; what the host has free may be a quarter of a second old. Asking the
     /// host costs more than the rest of a Status call.
     #[must_use]

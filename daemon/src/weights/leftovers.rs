@@ -1,4 +1,5 @@
-//! What a dead daemon of this instance left behind, removed before anything is sized.
+//! What a dead daemon of this instance left behind and nobody took over, removed before
+//! anything is sized.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -9,7 +10,7 @@ use std::{
 
 use nix::{libc::O_NOFOLLOW, unistd::geteuid};
 
-use super::{error::WeightError, record::SegmentOfRecord};
+use super::{adoption, error::WeightError, record::SegmentOfRecord};
 use crate::state::StateDirectory;
 
 /// Hexadecimal digits of an id.
@@ -23,7 +24,7 @@ pub fn segment_name(instance: &str, id: &str) -> String {
 
 /// The id in the name of a segment of exactly this instance, built or being built.
 /// Ids hold no '-', so the names of instance `a` are never those of `a-b`.
-fn id_of<'a>(instance: &str, file: &'a str) -> Option<&'a str> {
+pub(super) fn id_of<'a>(instance: &str, file: &'a str) -> Option<&'a str> {
     let rest = file.strip_prefix("flextensord-")?;
     let rest = rest.strip_prefix(instance)?.strip_prefix('-')?;
     let id = rest.strip_suffix(".new").unwrap_or(rest);
@@ -31,8 +32,15 @@ fn id_of<'a>(instance: &str, file: &'a str) -> Option<&'a str> {
     (id.len() == ID_DIGITS && id.bytes().all(legal)).then_some(id)
 }
 
+/// Whether a file of the state directory is the record of a weight set.
+#[must_use]
+pub fn is_record(file: &str) -> bool {
+    file.starts_with("set-") && file.ends_with(".json")
+}
+
 /// Removes segments and state files of weight sets that a dead daemon of this instance
-/// left, each with a line in the log. To be called under the instance lock.
+/// left, but for those of which the state files in `adopted` tell; each with a line in the
+/// log. To be called under the instance lock.
 ///
 /// A segment that no state file of ours names is only removed when its maker is gone,
 /// which its lock tells: another daemon of the same instance name, with another
@@ -46,16 +54,22 @@ pub fn discard(
     shm_dir: &Path,
     instance: &str,
     state: &StateDirectory,
+    adopted: &[String],
 ) -> Result<usize, WeightError> {
     let mut removed = 0;
     for name in state.list()? {
-        if !(name.starts_with("set-") && name.ends_with(".json")) {
+        if !is_record(&name) || adopted.contains(&name) {
             continue;
         }
         match state.read::<SegmentOfRecord>(&name) {
             // a name from a file is followed only where it can be nothing but ours
             Ok(Some(record)) if id_of(instance, &record.segment_file).is_some() => {
                 let path = shm_dir.join(&record.segment_file);
+                // a broken record may name a set that a good one names
+                if adoption::is_kept(adopted, &path, instance) {
+                    state.remove(&name)?;
+                    continue;
+                }
                 if is_own_file(&path) {
                     remove(&path, "named by a state file")?;
                     removed += 1;
@@ -79,7 +93,8 @@ pub fn discard(
             .file_name()
             .and_then(|name| name.to_str())
             .is_some_and(|name| id_of(instance, name).is_some());
-        if is_named_so && is_own_file(&path) && maker_is_gone(&path) {
+        let goes = is_named_so && !adoption::is_kept(adopted, &path, instance);
+        if goes && is_own_file(&path) && maker_is_gone(&path) {
             remove(&path, "its maker is gone")?;
             removed += 1;
         }
@@ -167,7 +182,7 @@ mod tests {
             .unwrap();
         fs::write(dir.path().join("set-4.json"), b"{").unwrap();
         state.write("manager-1.json", &1).unwrap();
-        assert_eq!(discard(shm.path(), "a", &state).unwrap(), 2);
+        assert_eq!(discard(shm.path(), "a", &state, &[]).unwrap(), 2);
         assert_eq!(state.list().unwrap(), ["manager-1.json"]);
         let mut left: Vec<_> = fs::read_dir(shm.path())
             .unwrap()

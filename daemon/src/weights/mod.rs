@@ -9,10 +9,11 @@
 //! - [`loader`], [`digest`]: filling a segment, and what its content is called;
 //! - [`budget`], [`cgroup`]: how many bytes the host has left for weight sets;
 //! - `shares`: how many bytes of headers and declarations are in memory at a time;
-//! - [`record`], [`leftovers`]: what a successor finds, and what it removes.
+//! - [`record`], [`adoption`], [`leftovers`]: what a successor finds, takes over, removes.
 //!
 //! Everything here blocks; callers on an asynchronous runtime use a blocking thread.
 
+pub mod adoption;
 pub mod budget;
 pub mod cgroup;
 pub mod checkpoint;

@@ -70,6 +70,35 @@ impl Pinner {
         self.closed.store(true, Ordering::Relaxed);
     }
 
+    /// Whether nothing more is to be pinned.
+    pub(super) fn is_closed(&self) -> bool {
+        self.device.is_none() || self.closed.load(Ordering::Relaxed)
+    }
+
+    /// Pins whole pages of a segment that was taken over. What cannot be pinned is
+    /// degraded, whatever the configuration says: its bytes are right, and in use.
+    pub(super) fn pin_range(&self, segment: &Arc<Mapping>, offset: u64, bytes: u64) -> Pinned {
+        let Some(device) = &self.device else {
+            return Pinned::default();
+        };
+        let pins = device
+            .start()
+            .and_then(|()| device.pin_range(segment, offset, bytes));
+        match pins {
+            Ok(pins) => Pinned {
+                pins,
+                degraded: None,
+            },
+            Err(error) => {
+                tracing::warn!(%error, offset, bytes, "a segment that was taken over is not pinned");
+                Pinned {
+                    pins: Pins::none(),
+                    degraded: Some(error.to_string()),
+                }
+            }
+        }
+    }
+
     /// The NUMA node that segments are best put on.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {

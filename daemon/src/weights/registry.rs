@@ -23,7 +23,6 @@ use super::{
     claim::{BuildProgress, Key},
     declaration,
     error::WeightError,
-    leftovers,
     loader::Watch,
     pinning::Pinner,
     record,
@@ -131,16 +130,29 @@ impl WeightStore {
         }))
     }
 
-    /// Removes what a dead daemon of this instance left; see [`leftovers::discard`].
+    /// Makes a set live that a dead daemon left; before anything is served, so that no name
+    /// is taken twice.
+    pub(super) fn restore(&self, set: Arc<WeightSet>) {
+        self.touch(&set);
+        let key = (set.owner_uid(), set.name().to_owned());
+        self.sets().live.insert(key, set);
+    }
+
+    /// As [`WeightStore::attach`], to the set of that id.
     ///
     /// # Errors
-    /// When a directory cannot be read or a file not be removed.
-    pub fn discard_leftovers(
-        shm_dir: &std::path::Path,
-        instance: &str,
-        state: &StateDirectory,
-    ) -> Result<usize, WeightError> {
-        leftovers::discard(shm_dir, instance, state)
+    /// [`WeightError::NotFound`] when it is not live.
+    pub fn attach_id(&self, uid: u32, id: &str, manager: &str) -> Result<Attachment, WeightError> {
+        let sets = self.sets();
+        let found = sets.live.values().find(|set| set.id() == id);
+        let set = found.ok_or_else(|| WeightError::NotFound {
+            name: id.to_owned(),
+        })?;
+        let manager = manager.to_owned();
+        let attacher = Attacher { uid, manager };
+        self.touch(set);
+        let (set, clock) = (Arc::clone(set), Arc::clone(&self.clock));
+        Ok(Attachment::new(set, attacher, clock))
     }
 
     /// Attaches a manager of `uid` to the set `name`, which stays until the attachment
@@ -221,10 +233,10 @@ impl WeightStore {
         self.refuses_new.store(true, Ordering::SeqCst);
     }
 
-    /// Removes all sets: the daemon stops. Their memory goes with its last holder. Loads
-    /// under way are given a moment to undo what they began; of one that hangs in the read
+    /// The daemon stops: removes all sets, whose memory goes with its last holder, or leaves
+    /// them for a successor when `keep` says so. Loads under way are given a moment to undo what they began; of one that hangs in the read
     /// of a file the names are removed, so that a successor starts clean.
-    pub fn close(&self) {
+    pub fn close(&self, keep: bool) {
         self.refuses_new.store(true, Ordering::SeqCst);
         self.settings.pinner.close();
         let mut sets = self.sets();
@@ -236,7 +248,9 @@ impl WeightStore {
         sets.is_closed = true;
         let all: Vec<_> = sets.live.values().cloned().collect();
         for set in all {
-            if let Err(error) = self.take_out(&mut sets, &set) {
+            if keep {
+                set.segment().keep();
+            } else if let Err(error) = self.take_out(&mut sets, &set) {
                 tracing::warn!(set = set.id(), %error, "weight set left behind");
             }
         }

@@ -31,7 +31,7 @@ pub enum Identity {
 #[derive(Debug)]
 pub struct WeightSet {
     // before the segment: memory is unpinned before it is unmapped
-    pinned: Pinned,
+    pinned: Mutex<Pinned>,
     // before the reservation, so that bytes return to the kernel before the budget
     segment: Segment,
     _reservation: Reservation,
@@ -95,7 +95,7 @@ impl WeightSet {
         let entries = size_of_val(new.manifest.tensors());
         Self {
             _trim: TrimOnDrop(entries as u64),
-            pinned: new.pinned,
+            pinned: Mutex::new(new.pinned),
             segment: new.segment,
             _reservation: new.reservation,
             id: new.id,
@@ -160,13 +160,26 @@ impl WeightSet {
     /// Bytes that are pinned for the devices' copies.
     #[must_use]
     pub fn pinned_bytes(&self) -> u64 {
-        self.pinned.pins.bytes()
+        self.pinned().pins.bytes()
     }
 
     /// Why it is not pinned although the device would be faster so.
     #[must_use]
-    pub fn degraded(&self) -> Option<&str> {
-        self.pinned.degraded.as_deref()
+    pub fn degraded(&self) -> Option<String> {
+        self.pinned().degraded.clone()
+    }
+
+    /// Adds what more of it was pinned.
+    pub(super) fn add_pins(&self, more: Pinned) {
+        let mut pinned = self.pinned();
+        pinned.pins.add(more.pins);
+        if more.degraded.is_some() {
+            pinned.degraded = more.degraded;
+        }
+    }
+
+    fn pinned(&self) -> MutexGuard<'_, Pinned> {
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What tells its content.

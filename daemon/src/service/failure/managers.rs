@@ -72,6 +72,11 @@ impl From<ManagerError> for Failure {
                     .with("device", &name)
                     .with("known", known)
             }
+            E::Recovering => Failure::new(Kind::Recovering, Origin::Daemon, text),
+            E::NotAdopted { name, why } => Failure::new(Kind::LeaseLost, Origin::Daemon, text)
+                .with("manager", name)
+                .with("reason", why)
+                .with("remedy", "open a manager anew"),
             // the value is a secret, of whomever it may be
             E::OwnerGone { pid } => client(Kind::Aborted).with("pid", pid),
             E::LeaseLost => client(Kind::LeaseLost)
@@ -291,9 +296,10 @@ pub fn device(error: DeviceError) -> Failure {
             Failure::new(Kind::Aborted, Origin::Client, text)
         }
         DeviceError::Cuda(error) => driver(Kind::Device, text, &error),
-        DeviceError::ForeignMemory | DeviceError::Ended { .. } | DeviceError::Range(_) => {
-            Failure::new(Kind::Device, Origin::Driver, text)
-        }
+        DeviceError::Label { .. }
+        | DeviceError::ForeignMemory
+        | DeviceError::Ended { .. }
+        | DeviceError::Range(_) => Failure::new(Kind::Device, Origin::Driver, text),
     }
 }
 

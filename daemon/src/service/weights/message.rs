@@ -69,7 +69,7 @@ pub fn weight_set_message(set: &WeightSet) -> v1::WeightSet {
         logical_bytes: set.manifest().logical_bytes(),
         segment_bytes: set.segment().bytes(),
         pinned_bytes: set.pinned_bytes(),
-        degraded: set.degraded().unwrap_or_default().to_owned(),
+        degraded: set.degraded().unwrap_or_default(),
         attached_by: set.attached_by().into_iter().map(|by| by.manager).collect(),
         shared: set.is_shared(),
         owner_uid: set.owner_uid(),

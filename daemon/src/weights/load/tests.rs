@@ -288,7 +288,7 @@ fn a_load_that_hangs_in_a_read_keeps_its_reservation_and_leaves_nothing_after_a_
         let host = scratch.store.host();
         assert_eq!((host.reserved_bytes, host.segment_bytes), (4096, 0));
         assert_eq!(scratch.files(), (1, 0));
-        scratch.store.close();
+        scratch.store.close(false);
         assert_eq!(scratch.files(), (0, 0));
         assert_eq!(scratch.store.host().reserved_bytes, 4096);
         hung.open.store(true, std::sync::atomic::Ordering::Relaxed);
@@ -308,7 +308,7 @@ fn a_load_that_outlives_the_stop_becomes_no_set() {
         while scratch.files().0 == 0 {
             std::thread::yield_now();
         }
-        scratch.store.close();
+        scratch.store.close(false);
         hung.open.store(true, std::sync::atomic::Ordering::Relaxed);
         assert!(load.join().unwrap().is_err());
     });

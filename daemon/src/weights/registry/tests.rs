@@ -210,7 +210,7 @@ fn a_successor_removes_what_a_killed_daemon_left() {
         &"0".repeat(leftovers::ID_DIGITS),
     ));
     std::fs::write(&left, b"x").unwrap();
-    let removed = WeightStore::discard_leftovers(scratch.shm.path(), "test", &state);
+    let removed = leftovers::discard(scratch.shm.path(), "test", &state, &[]);
     assert_eq!(removed.unwrap(), 2);
     assert_eq!(scratch.files(), (0, 0));
 }
