@@ -35,7 +35,8 @@ pub(super) struct Job {
 
 #[derive(Debug, Default)]
 struct Queue {
-    jobs: VecDeque<Job>,
+    /// Each with when it was submitted.
+    jobs: VecDeque<(Instant, Job)>,
     submitted: u64,
     ended: bool,
 }
@@ -95,7 +96,7 @@ impl Link {
             });
         }
         self.shared.queued_bytes.fetch_add(job.bytes as u64, SeqCst);
-        queue.jobs.push_back(job);
+        queue.jobs.push_back((Instant::now(), job));
         queue.submitted += 1;
         let ticket = Ticket(queue.submitted);
         drop(queue);
@@ -136,11 +137,11 @@ fn run(shared: &Shared, limit: Option<u64>) {
         limit,
         free_at: Instant::now(),
     };
-    while let Some(job) = next(shared) {
+    while let Some((submitted, job)) = next(shared) {
+        pace.begin(submitted);
         let mut done = 0;
         while done < job.bytes {
             let bytes = STRIDE.min(job.bytes - done);
-            let begin = Instant::now();
             // the ranges were checked when the job was made
             let _: Result<(), _> = Mapping::copy(
                 &job.source,
@@ -149,7 +150,7 @@ fn run(shared: &Shared, limit: Option<u64>) {
                 job.target_offset + done,
                 bytes,
             );
-            pace.after(begin, bytes);
+            pace.after(bytes);
             done += bytes;
         }
         for publish in &job.publishes {
@@ -165,7 +166,7 @@ fn run(shared: &Shared, limit: Option<u64>) {
     }
 }
 
-fn next(shared: &Shared) -> Option<Job> {
+fn next(shared: &Shared) -> Option<(Instant, Job)> {
     let mut queue = shared.queue();
     loop {
         if queue.ended {
@@ -188,18 +189,24 @@ struct Pace {
 }
 
 impl Pace {
-    /// Waits until a link would have copied `bytes` bytes that it began with at `begin`.
-    fn after(&mut self, begin: Instant, bytes: usize) {
+    /// A link that was idle begins with what is submitted, and does not save its time up.
+    fn begin(&mut self, submitted: Instant) {
+        self.free_at = self.free_at.max(submitted);
+    }
+
+    /// Waits until the link would have copied `bytes` bytes more.
+    fn after(&mut self, bytes: usize) {
         let Some(limit) = self.limit.filter(|limit| *limit > 0) else {
             return;
         };
         let nanos = u128::from(bytes as u64) * 1_000_000_000 / u128::from(limit);
         let busy = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-        // a link that was idle does not save its time up
-        self.free_at = self.free_at.max(begin) + busy;
+        let now = Instant::now();
+        // nor does one whose copies take longer than they are held to
+        self.free_at = (self.free_at + busy).max(now);
         if let Some(ahead) = self
             .free_at
-            .checked_duration_since(Instant::now())
+            .checked_duration_since(now)
             .filter(|d| *d > SLACK)
         {
             thread::sleep(ahead);

@@ -1,5 +1,6 @@
 //! The simulator against the CPU device with a held link: the same plan, predicted and run,
-//! with compute that lasts as long as it was told.
+//! with compute that lasts as long as it was told. A hand-over here is the waking of threads:
+//! it is measured first, with parts that each wait for the one before.
 
 use std::{
     path::Path,
@@ -19,6 +20,8 @@ use crate::figures::{Figures, median};
 
 const LAYERS: u32 = 24;
 const TENSOR: u64 = 8 << 20;
+/// Bytes of the parts that the hand-over is measured with.
+const SMALL: u64 = 512 << 10;
 /// Bytes per second; a tensor takes 8.4 ms.
 const LINK: (&str, u64) = ("1GB/s", 1_000_000_000);
 const PASSES: usize = 9;
@@ -28,16 +31,11 @@ const OVERSLEEP: Duration = Duration::from_millis(1);
 pub(crate) fn measure(daemon: &Path, figures: &mut Figures) -> Result<(), SceneError> {
     let flags = ["--log", "warn", "--cpu-link", LINK.0];
     let daemon = Daemon::start_with(daemon, Path::new("/dev/shm"), &flags)?;
-    let path = daemon.scratch().join("model.safetensors");
-    let tensor = |layer: u32| Tensor {
-        name: format!("layers.{layer}"),
-        dtype: "U8".to_owned(),
-        shape: vec![TENSOR],
-        data: checkpoint::pattern(u64::from(layer) + 1, usize::try_from(TENSOR).unwrap_or(0)),
-    };
-    checkpoint::write(&path, &(0..LAYERS).map(tensor).collect::<Vec<_>>())?;
     let client = daemon.client()?;
-    client.load(&path, "model", &LoadOptions::default(), |_| ())?;
+    load(&daemon, &client, "large", TENSOR)?;
+    load(&daemon, &client, "small", SMALL)?;
+    let handover_s = handover(&client)?;
+    figures.reference("hand-over between threads", handover_s * 1e6, "us");
     for (what, share, compute_ms) in [
         ("prediction against CPU device, link alone", 0.5, 0.0),
         (
@@ -49,8 +47,13 @@ pub(crate) fn measure(daemon: &Path, figures: &mut Figures) -> Result<(), SceneE
         ("prediction against CPU device, compute alone", 0.5, 8.0),
         ("prediction against CPU device, least ring", 0.05, 4.0),
     ] {
-        let case = Case { share, compute_ms };
-        let (predicted, measured) = (case.predicted()?, case.measured(&client)?);
+        let case = Case {
+            model: "large",
+            tensor: TENSOR,
+            share,
+            compute_ms,
+        };
+        let (predicted, measured) = (case.predicted(handover_s)?, case.measured(&client)?);
         let apart = (predicted / measured - 1.0).abs() * 100.0;
         eprintln!(
             "predicted {:.2} ms, measured {:.2} ms",
@@ -62,9 +65,42 @@ pub(crate) fn measure(daemon: &Path, figures: &mut Figures) -> Result<(), SceneE
     Ok(())
 }
 
-/// A budget, and what each layer computes.
+fn load(daemon: &Daemon, client: &Client, name: &str, bytes: u64) -> Result<(), SceneError> {
+    let path = daemon.scratch().join(format!("{name}.safetensors"));
+    let tensor = |layer: u32| Tensor {
+        name: format!("layers.{layer}"),
+        dtype: "U8".to_owned(),
+        shape: vec![bytes],
+        data: checkpoint::pattern(
+            u64::from(layer) + bytes,
+            usize::try_from(bytes).unwrap_or(0),
+        ),
+    };
+    checkpoint::write(&path, &(0..LAYERS).map(tensor).collect::<Vec<_>>())?;
+    client.load(&path, name, &LoadOptions::default(), |_| ())?;
+    Ok(())
+}
+
+/// Seconds of a hand-over: a pass in which each part has the place of the one before is made
+/// of copies, and for each of them a release that the engine sees, an arrival that the client
+/// sees, and taking and giving back.
+fn handover(client: &Client) -> Result<f64, SceneError> {
+    let case = Case {
+        model: "small",
+        tensor: SMALL,
+        share: 1.0 / f64::from(LAYERS) + 1e-3,
+        compute_ms: 0.0,
+    };
+    let pass = case.measured(client)?;
+    let copies = case.predicted(0.0)?;
+    Ok(((pass - copies) / (2.0 * f64::from(LAYERS))).max(0.0))
+}
+
+/// A model, a budget, and what each layer computes.
 #[derive(Debug, Clone, Copy)]
 struct Case {
+    model: &'static str,
+    tensor: u64,
     share: f64,
     compute_ms: f64,
 }
@@ -72,17 +108,18 @@ struct Case {
 impl Case {
     fn budget(self) -> u64 {
         let share = format!("{:.0}", self.share * 1e3).parse().unwrap_or(0);
-        u64::from(LAYERS) * TENSOR / 1000 * share
+        u64::from(LAYERS) * self.tensor / 1000 * share
     }
 
     /// Seconds of a pass of the plan that the daemon makes, which knows nothing of compute.
-    fn predicted(self) -> Result<f64, SceneError> {
+    fn predicted(self, handover_s: f64) -> Result<f64, SceneError> {
         let failed = |error: flextensord_plan::PlanError| SceneError::Unexpected(error.to_string());
         let uses: Vec<Vec<u32>> = (0..LAYERS).map(|part| vec![part]).collect();
-        let sizes = vec![TENSOR; uses.len()];
+        let sizes = vec![self.tensor; uses.len()];
         let mut input = Input::of_sizes(&sizes, &uses, self.budget());
         input.link.bytes_per_second = LINK.1;
         let plan = plan(&input).map_err(failed)?;
+        input.handover_s = handover_s;
         input.batch_keys = vec![BatchKey {
             name: "pass".to_owned(),
             weight: 1.0,
@@ -102,7 +139,7 @@ impl Case {
             })
             .collect();
         let mut manager = client.open(OpenOptions::default())?;
-        manager.register("model", &layers, Budget::Bytes(self.budget()))?;
+        manager.register(self.model, &layers, Budget::Bytes(self.budget()))?;
         let ids = layers
             .iter()
             .map(|l| manager.layer(&l.name))

@@ -143,14 +143,17 @@ mod tests {
 
     #[test]
     fn what_begins_before_the_pass_is_drawn_at_its_end() {
-        let mut svg = String::new();
-        let mut bars = Bars {
-            svg: &mut svg,
-            step: 2.0,
+        let drawn = |start, end| {
+            let mut svg = String::new();
+            let mut bars = Bars {
+                svg: &mut svg,
+                step: 2.0,
+            };
+            bars.bar(0.0, start, end, "red", "p");
+            svg.matches("<rect").count()
         };
-        bars.bar(0.0, -0.5, 0.5, "red", "p");
-        assert_eq!(svg.matches("<rect").count(), 2);
-        bars.bar(0.0, 0.5, 0.5, "red", "p");
-        assert_eq!(svg.matches("<rect").count(), 2);
+        assert_eq!(drawn(-0.5, 0.5), 2);
+        assert_eq!(drawn(0.5, 1.5), 1);
+        assert_eq!(drawn(0.5, 0.5), 0);
     }
 }
