@@ -4,7 +4,7 @@ use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
-    process::{Command, ExitStatus, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     time::Duration,
 };
 
@@ -30,6 +30,7 @@ pub const SOON: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub struct Daemon {
     process: Guarded,
+    command: Command,
     directory: TempDir,
     leftovers: Leftovers,
     shm: PathBuf,
@@ -157,21 +158,21 @@ impl Daemon {
         mut command: Command,
         flags: &[&str],
     ) -> Result<Self, SceneError> {
-        let child = command
+        // tests that are not about a successor leave nothing to one
+        if !flags.contains(&"--on-stop") {
+            command.args(["--on-stop", "remove"]);
+        }
+        command
             .args(["--drain-grace", "200ms", "--instance", instance])
             .arg("--runtime-dir")
             .arg(directory.path().join("run"))
             .arg("--shm-dir")
             .arg(&shm)
             .args(flags)
-            .stdin(Stdio::null())
-            .spawn()
-            .map_err(|e| {
-                let program = command.get_program().to_string_lossy().into_owned();
-                SceneError::io(program, e)
-            })?;
+            .stdin(Stdio::null());
         let daemon = Self {
-            process: Guarded(child),
+            process: Guarded(spawn(&mut command)?),
+            command,
             directory,
             leftovers: Leftovers {
                 shm: shm.clone(),
@@ -180,14 +181,35 @@ impl Daemon {
             shm,
             instance: instance.to_owned(),
         };
+        daemon.until_it_serves()?;
+        Ok(daemon)
+    }
+
+    /// Starts it once more after its end, as a supervisor does, and waits until it serves.
+    ///
+    /// # Errors
+    /// When it does not come to serve.
+    pub fn restart(&mut self) -> Result<(), SceneError> {
+        self.process = Guarded(spawn(&mut self.command)?);
+        self.until_it_serves()
+    }
+
+    /// Kills it with SIGKILL, and waits for its end.
+    ///
+    /// # Errors
+    /// When it cannot be killed.
+    pub fn crash(&mut self) -> Result<(), SceneError> {
+        self.process.kill()
+    }
+
+    fn until_it_serves(&self) -> Result<(), SceneError> {
         // its sockets take connections before it serves
         eventually("the daemon serves", SOON, || {
-            daemon
-                .status()
+            self.status()
                 .ok()
                 .filter(|status| status.phase == "serving")
         })?;
-        Ok(daemon)
+        Ok(())
     }
 
     /// Where its gRPC socket is.
@@ -358,6 +380,13 @@ impl Daemon {
         std::mem::forget(self.leftovers);
         Ok((self.directory, self.shm))
     }
+}
+
+fn spawn(command: &mut Command) -> Result<Child, SceneError> {
+    command.spawn().map_err(|e| {
+        let program = command.get_program().to_string_lossy().into_owned();
+        SceneError::io(program, e)
+    })
 }
 
 /// A directory that other users of the tests can come through.
