@@ -411,6 +411,11 @@ async fn take_up(
         match attempted {
             Ok(stream) => return Some(stream),
             Err(ClientError::Refused(failure)) if !failure.retryable => {
+                // what was handed to one successor is unknown to the next
+                let answers = client.descriptors(|channel| channel.hello()).await;
+                if answers.ok() != Some(seen) {
+                    continue;
+                }
                 lease.end(&format!("it could not be taken up: {failure}"));
                 return None;
             }

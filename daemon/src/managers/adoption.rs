@@ -176,9 +176,14 @@ impl Managers {
         let secret: Token = token.try_into().map_err(|_| ManagerError::LeaseLost)?;
         let digest = record::token_digest(token);
         let mut names = self.names();
-        let of_user = |orphan: &Orphan| orphan.record.uid == peer.uid;
-        if !names.orphans.get(&digest).is_some_and(of_user) {
-            return Err(ManagerError::LeaseLost);
+        match names.orphans.get(&digest) {
+            Some(orphan) if orphan.record.uid == peer.uid => {
+                // it did not know yet that it speaks to a successor
+                if !orphan.record.plans.is_empty() && handed.controls.is_empty() {
+                    return Err(ManagerError::Recovering);
+                }
+            }
+            _ => return Err(ManagerError::LeaseLost),
         }
         let Some(orphan) = names.orphans.remove(&digest) else {
             return Err(ManagerError::LeaseLost);
