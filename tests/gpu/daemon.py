@@ -35,9 +35,17 @@ class Daemon:
         command = [str(binaries / "flextensord"), "serve", "--device", device]
         command += ["--runtime-dir", str(self.runtime_dir), "--shm-dir", str(shm)]
         command += ["--drain-grace", "500ms", "--log", "info", *flags]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        if "--on-stop" not in flags:
+            # nobody comes to take over what it would keep
+            command += ["--on-stop", "remove"]
+        self.command = command
+        self.again()
         self.serve_within(START_LIMIT)
+
+    def again(self) -> None:
+        """Starts it, once more after its end, as a supervisor does."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log)
 
     @property
     def pid(self) -> int:

@@ -20,6 +20,7 @@ pub mod instance;
 pub mod lock;
 pub mod logging;
 pub mod panic;
+mod predecessor;
 mod rooms;
 pub mod serve;
 pub mod socket;

@@ -23,6 +23,7 @@ use super::{
     Instance, Life,
     devices::{self, Drivers},
     instance::StartError,
+    predecessor,
 };
 use crate::{
     admission::Room,
@@ -107,6 +108,9 @@ impl Rooms {
             state,
             on_end,
         );
+        if managers.has_left_rings(&["cuda"]) {
+            predecessor::let_come_to_rest(instance.lock.predecessor());
+        }
         let waiting = managers
             .restore(settings.client_patience)
             .map_err(|error| StartError::setup("take over what a dead daemon left", error))?;

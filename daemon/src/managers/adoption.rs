@@ -67,6 +67,20 @@ pub struct HandedBack {
 }
 
 impl Managers {
+    /// Whether a dead daemon left rings on devices of one of `kinds`, by its records.
+    #[must_use]
+    pub fn has_left_rings(&self, kinds: &[&str]) -> bool {
+        let is_there = |uuid: &str| {
+            let mut devices = self.devices().iter().map(|device| device.info());
+            devices.any(|info| info.uuid == uuid && kinds.contains(&info.kind))
+        };
+        let files = self.state().list().unwrap_or_default();
+        let records = files.iter().filter(|file| record::is_record(file));
+        records
+            .filter_map(|file| self.state().read::<ManagerRecord>(file).ok().flatten())
+            .any(|record| is_there(&record.device) && !record.plans.is_empty())
+    }
+
     /// Finds the managers that a dead daemon left; the records of those that cannot be taken
     /// up, because their owners or weight sets are gone, are removed. Before anything is
     /// served. Returns how many wait for their owners.
