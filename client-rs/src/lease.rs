@@ -28,7 +28,7 @@ use crate::{
 /// Limit of one attempt to take a lease up: the daemon keeps it for five seconds.
 const RESUME_LIMIT: Duration = Duration::from_secs(5);
 /// Pause between attempts.
-const RESUME_PAUSE: Duration = Duration::from_millis(50);
+const RESUME_PAUSE: Duration = Duration::from_millis(20);
 
 /// What a manager has of the daemon's, to hand back to a successor.
 pub(crate) trait Possessions: std::fmt::Debug + Send + Sync {

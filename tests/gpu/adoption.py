@@ -22,11 +22,6 @@ STALL = 1.5
 PINNED = 3.0
 
 
-def consume_big_until_told(line: Line, run: Run) -> dict:
-    """Passes with all bytes compared, each waited for."""
-    return consume_until_told(line, run)
-
-
 def replay_until_told(line: Line, run: Run) -> dict:
     """Replays of a captured pass with all bytes compared inside."""
     consumer = Consumer(run)
@@ -71,7 +66,7 @@ def kills(bench: Bench, daemon: Daemon, peer: Peer, name: str, times: int, total
         serves = time.monotonic() - began
         flow = since(20, began, lambda: filled(daemon, name) > 0)
         whole = since(
-            20, began, lambda: daemon.status()["host"]["pinned_bytes"] >= total
+            20, began, lambda: daemon.pinned_bytes() >= total
         )
         flows.append(flow)
         pinned.append(whole)
@@ -112,7 +107,7 @@ def mid_pass(bench: Bench, work: Callable, times: int) -> None:
 
 @SUITE.case(limit=120)
 def killed_in_mid_pass(bench: Bench) -> None:
-    mid_pass(bench, consume_big_until_told, 10)
+    mid_pass(bench, consume_until_told, 10)
 
 
 @SUITE.case(limit=120)

@@ -71,9 +71,17 @@ class Daemon:
 
     def status(self) -> dict:
         """What `flextensorctl status` says."""
-        command = [str(self.binaries / "flextensorctl"), "--runtime-dir", str(self.runtime_dir)]
+        return self.ask("status")
+
+    def pinned_bytes(self) -> int:
+        """Bytes of all weight sets that are pinned."""
+        return sum(each["pinned_bytes"] for each in self.ask("weights")["weight_sets"])
+
+    def ask(self, command: str):
+        """What `flextensorctl` says to that."""
+        tool = [str(self.binaries / "flextensorctl"), "--runtime-dir", str(self.runtime_dir)]
         answer = subprocess.run(
-            [*command, "status", "--json"], capture_output=True, text=True, timeout=30, check=False
+            [*tool, command, "--json"], capture_output=True, text=True, timeout=30, check=False
         )
         if answer.returncode:
             raise DaemonError(answer.stderr.strip() or f"flextensorctl: exit {answer.returncode}")

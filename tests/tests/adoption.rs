@@ -2,13 +2,15 @@
 //! right, no error at its clients, nothing lost and nothing left.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf, thread, time::Duration};
+use std::{
+    fs, os::unix::fs::PermissionsExt as _, path::PathBuf, process::Command, thread, time::Duration,
+};
 
 use flextensord_client::{Budget, LayerSpec, LeaseState, LoadOptions, OpenOptions, blocking};
 use flextensord_tests::{
     checkpoint,
     daemon::{Daemon, SOON},
-    process::eventually,
+    process::{binary, eventually},
     reader::{Reader, ReaderPlan},
 };
 use nix::{
@@ -250,6 +252,54 @@ fn what_does_not_match_is_discarded_and_never_served() {
     client
         .load(&path, "cut", &LoadOptions::default(), |_| ())
         .unwrap();
+}
+
+#[test]
+fn what_was_kept_is_removed_when_no_successor_is_to_come() {
+    let (mut daemon, path) = setting(&KEEP);
+    let reader = Reader::start(&daemon, &plan(&path).with("--passes", 100_000)).unwrap();
+    reader.expect("registered").unwrap();
+    // not under a daemon that serves
+    let reap = |daemon: &Daemon| {
+        let mut command = Command::new(binary("flextensord").unwrap());
+        command
+            .arg("reap")
+            .arg("--runtime-dir")
+            .arg(daemon.runtime_dir());
+        command.arg("--shm-dir").arg(daemon.shm());
+        command
+            .args(["--instance", daemon.instance()])
+            .output()
+            .unwrap()
+    };
+    let refused = reap(&daemon);
+    assert_eq!(refused.status.code(), Some(73));
+    let pid = format!("process {}", daemon.pid());
+    assert!(
+        String::from_utf8_lossy(&refused.stderr).contains(&pid),
+        "{refused:?}"
+    );
+    assert_eq!(daemon.segments().len(), 1);
+    daemon.crash().unwrap();
+    reader.kill().unwrap();
+    let done = reap(&daemon);
+    assert_eq!(
+        String::from_utf8_lossy(&done.stdout),
+        "removed 1 segments and 1 managers\n"
+    );
+    assert!(done.status.success() && daemon.segments().is_empty());
+    let left = daemon.state();
+    assert!(
+        !left
+            .iter()
+            .any(|name| name.ends_with(".json") || name.ends_with("journal")),
+        "{left:?}"
+    );
+    let again = reap(&daemon);
+    assert_eq!(
+        String::from_utf8_lossy(&again.stdout),
+        "removed 0 segments and 0 managers\n"
+    );
 }
 
 #[test]

@@ -21,6 +21,7 @@ pub mod lock;
 pub mod logging;
 pub mod panic;
 mod predecessor;
+pub mod reap;
 mod rooms;
 pub mod serve;
 pub mod socket;
