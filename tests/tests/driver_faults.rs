@@ -6,10 +6,16 @@ use std::{
     fs,
     path::PathBuf,
     process::Command,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use flextensord_client::{ClientError, LoadOptions, LoadStep, kind::Kind};
+use flextensord_device::cuda::{
+    driver::Driver,
+    fake::{FakeDriver, FakeSettings},
+    gpu,
+};
 use flextensord_tests::{
     checkpoint,
     daemon::{Daemon, FAKE_DRIVER, SOON},
@@ -250,6 +256,16 @@ fn a_daemon_asked_for_a_gpu_that_is_not_there_does_not_start() {
     let (code, text) = run("cuda", Some(unfit));
     assert_eq!(code, Some(69), "{text}");
     assert!(text.contains("64-bit stream memory operations"), "{text}");
+    let driver: Arc<dyn Driver> = FakeDriver::new(FakeSettings::default());
+    let uuid = gpu::find(driver.as_ref(), "cuda:0").unwrap().uuid;
+    let mig = uuid.replace("GPU-", "MIG-");
+    for twice in ["cuda:00", &uuid, &mig] {
+        let names = format!("cuda:0,{twice}");
+        let (code, text) = run(&names, Some("gpus=2,memory=64MiB"));
+        assert_eq!(code, Some(78), "{text}");
+        let both = format!("cuda:0 and {twice} name the same GPU");
+        assert!(text.contains(&both), "{text}");
+    }
     let exclusive = "gpus=1,memory=64MiB,attribute.ComputeMode=3";
     let (code, text) = run("cuda", Some(exclusive));
     assert_eq!(code, Some(69), "{text}");

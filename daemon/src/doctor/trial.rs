@@ -103,7 +103,20 @@ fn look(
         // others are left alone: somebody else may work on them
         names => Ok(names
             .iter()
-            .map(|name| gpu::find(driver.as_ref(), name))
+            .enumerate()
+            .map(|(at, name)| {
+                // a GPU is tried once, and its second name is refused
+                let twice = |earlier: &String| {
+                    let both = [earlier.clone(), name.clone()];
+                    gpu::choose(driver.as_ref(), &both)
+                        .err()
+                        .filter(|error| matches!(error, CudaError::Twice { .. }))
+                };
+                match names.iter().take(at).find_map(twice) {
+                    Some(error) => Err(error),
+                    None => gpu::find(driver.as_ref(), name),
+                }
+            })
             .collect()),
     };
     let gpus = found.map(|gpus| {

@@ -42,6 +42,16 @@ pub enum CudaError {
         /// UUIDs and names of those that there are.
         seen: String,
     },
+    /// Two names stand for one GPU.
+    #[error("{first} and {second} name the same GPU, {gpu}: name it once")]
+    Twice {
+        /// The name that came first.
+        first: String,
+        /// The other one.
+        second: String,
+        /// The GPU's number and UUID.
+        gpu: String,
+    },
     /// The calling sequence does not allow it.
     #[error("{0}")]
     State(&'static str),
