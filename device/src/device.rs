@@ -326,4 +326,9 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn failed_drops(&self) -> (u64, Vec<String>) {
         (0, Vec::new())
     }
+
+    /// Bytes of host memory that it could not let go of: they stay mapped for good.
+    fn stuck_bytes(&self) -> u64 {
+        0
+    }
 }

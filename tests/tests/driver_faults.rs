@@ -216,12 +216,46 @@ fn a_segment_that_cannot_be_unpinned_is_shown_and_the_daemon_goes_on() {
     load(&daemon, "m").unwrap();
     let client = daemon.client().unwrap();
     client.drop_weight_set("m").unwrap();
-    let device = daemon.status().unwrap().devices.remove(0);
+    let status = daemon.status().unwrap();
+    let (device, host) = (&status.devices[0], status.host.clone().unwrap());
     assert_eq!(device.failed_drops, 1);
     assert!(device.failed_drop_reasons[0].contains("999"), "{device:?}");
+    // its pages stay taken, in the books too
+    let stuck = host.stuck_bytes;
+    assert!((10 << 20..11 << 20).contains(&stuck), "{host:?}");
+    assert_eq!(host.segment_bytes, 0);
+    let told = |arguments: &[&str]| {
+        let output = daemon.ctl(arguments).unwrap().output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = told(&["status"]);
+    let lines = ["FREE", "1 resources could not be given back", "(999)"];
+    for line in lines.into_iter().chain(["stuck: "]) {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&told(&["--json", "status"])).unwrap();
+    assert_eq!(json["host"]["stuck_bytes"], stuck);
+    assert_eq!(json["host"]["degraded"], false);
+    assert_eq!(json["devices"][0]["failed_drops"], 1);
+    assert_eq!(json["devices"][0]["failure"], "");
+    assert_eq!(json["devices"][0]["free_bytes"], device.free_bytes);
+    let dump = told(&["dump"]);
+    for field in ["failed_drop_reasons", "free_bytes", "stuck_bytes"] {
+        assert!(dump.contains(field), "{field}: {dump}");
+    }
     load(&daemon, "m").unwrap();
     client.drop_weight_set("m").unwrap();
     assert_eq!(daemon.status().unwrap().devices[0].failed_drops, 1);
+}
+
+/// Bytes that no set has and that stay taken leave less room for the next one.
+#[test]
+fn what_cannot_be_unpinned_counts_against_the_host_budget() {
+    let flags = ["--host-memory", "15MiB"];
+    let daemon = on_fake(",unregister_fail=1:999", &flags);
+    load(&daemon, "m").unwrap();
+    daemon.client().unwrap().drop_weight_set("m").unwrap();
+    assert_eq!(refusal(&daemon, "n").kind, Kind::HostMemory);
 }
 
 /// No GPU: said with what was tried, and no other device in its place.

@@ -92,6 +92,7 @@ fn everything_else(service: &AdminService, peer: Peer, records: &mut Vec<DumpRec
                 "segment_bytes": host.segment_bytes, "reserved_bytes": host.reserved_bytes,
                 "shm_dir": host.shm_dir, "shm_free_bytes": host.shm_free_bytes,
                 "pinned_bytes": host.pinned_bytes, "degraded": host.degraded,
+                "stuck_bytes": host.stuck_bytes,
             },
         }),
     ));

@@ -65,6 +65,13 @@ impl Pinner {
         }
     }
 
+    /// Bytes of segments that the driver does not let go of: their memory stays for good.
+    pub(crate) fn stuck_bytes(&self) -> u64 {
+        self.device
+            .as_ref()
+            .map_or(0, |device| device.stuck_bytes())
+    }
+
     /// Gives up what is being pinned, after the chunk in hand.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);

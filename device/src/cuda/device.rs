@@ -235,6 +235,12 @@ impl Device for CudaDevice {
             .get()
             .map_or((0, Vec::new()), |running| running.context.failed_drops())
     }
+
+    fn stuck_bytes(&self) -> u64 {
+        self.running
+            .get()
+            .map_or(0, |running| running.context.stuck_bytes())
+    }
 }
 
 /// A GPU in use.

@@ -50,6 +50,12 @@ pub(crate) fn show(client: &Client, output: &Output) -> Result<(), Failed> {
             },
         ))?;
     }
+    if let Some(host) = status.host.as_ref().filter(|host| host.stuck_bytes > 0) {
+        output.line(&format!(
+            "stuck: {} of dropped weight sets, which the driver does not let go of",
+            bytes(host.stuck_bytes)
+        ))?;
+    }
     output.line("devices")?;
     output.table(&devices(&status.devices))?;
     for line in status.devices.iter().flat_map(troubles) {
@@ -139,6 +145,7 @@ fn document(status: &StatusResponse) -> Value {
             "shm_free_bytes": host.shm_free_bytes,
             "pinned_bytes": host.pinned_bytes,
             "degraded": host.degraded,
+            "stuck_bytes": host.stuck_bytes,
         })
     });
     json!({
