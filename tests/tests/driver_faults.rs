@@ -86,6 +86,20 @@ fn when_a_chunk_is_refused_nothing_of_the_segment_stays() {
     load(&daemon, "m").unwrap();
 }
 
+/// A context that is broken, or a call that is wrong, is no matter of limits.
+#[test]
+fn a_driver_that_fails_while_pinning_is_not_taken_for_a_limit_of_memory() {
+    for code in ["700", "1", "201"] {
+        let daemon = on_fake(&format!(",register_fail=1:{code}"), &[]);
+        let failure = refusal(&daemon, "m");
+        assert_eq!(failure.kind, Kind::Device, "{failure}");
+        assert!(!failure.retryable, "{failure}");
+        assert_eq!(failure.details["code"], code);
+        assert_eq!(failure.details["operation"], "cuMemHostRegister");
+        assert!(!failure.details["remedy"].contains("MEMLOCK"), "{failure}");
+    }
+}
+
 /// Case 2: what is not pinned says so, and its error shows nowhere else.
 #[test]
 fn an_unpinned_set_is_refused_or_shown_as_degraded_and_its_error_stays_with_it() {

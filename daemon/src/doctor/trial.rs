@@ -193,7 +193,8 @@ fn at(step: Step) -> impl FnOnce(DeviceError) -> TrialFailure {
         TrialFailure {
             step: if export { Step::Sharing } else { step },
             code: error.driver().and_then(CudaError::code),
-            pinning: matches!(error, DeviceError::Registration(_)),
+            pinning: matches!(&error, DeviceError::Registration(refused)
+                if refused.driver().is_some_and(CudaError::refuses_pinning)),
             exhausted: matches!(error, DeviceError::Exhausted { .. }),
             error: error.to_string(),
         }

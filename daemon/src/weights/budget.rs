@@ -171,8 +171,12 @@ impl Budget {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((at, figures)) = last.as_ref()
             && at.elapsed() < FRESH
-            && (figures.live, figures.building, figures.pending, figures.stuck)
-                == (taken.live, taken.building, taken.pending, (self.stuck.0)())
+            && (
+                figures.live,
+                figures.building,
+                figures.pending,
+                figures.stuck,
+            ) == (taken.live, taken.building, taken.pending, (self.stuck.0)())
         {
             return figures.clone();
         }

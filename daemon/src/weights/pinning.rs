@@ -10,6 +10,7 @@ use std::{
 };
 
 use flextensord_device::{
+    cuda::code,
     device::{Device, DeviceError, Pins},
     mapping::Mapping,
 };
@@ -167,7 +168,8 @@ impl Pinner {
 
 /// Whether going on without pinned memory makes no sense.
 fn is_broken(error: &DeviceError) -> bool {
-    error
-        .driver()
-        .is_none_or(|error| error.is_sticky() || error.code().is_none())
+    error.driver().is_none_or(|error| match error.code() {
+        Some(code::NOT_INITIALIZED | code::INVALID_CONTEXT) | None => true,
+        Some(_) => error.is_sticky(),
+    })
 }

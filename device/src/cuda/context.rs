@@ -92,7 +92,11 @@ impl Context {
     /// Bytes of host memory that could not be unregistered, and so stay mapped for good.
     #[must_use]
     pub fn stuck_bytes(&self) -> u64 {
-        self.faults().stuck.values().map(|bytes| *bytes as u64).sum()
+        self.faults()
+            .stuck
+            .values()
+            .map(|bytes| *bytes as u64)
+            .sum()
     }
 
     /// Counts host memory that stays mapped for good.

@@ -73,6 +73,21 @@ impl CudaError {
         self.code().is_some_and(code::is_sticky)
     }
 
+    /// Whether host memory is not pinned for a reason of the host's memory and limits.
+    #[must_use]
+    pub fn refuses_pinning(&self) -> bool {
+        self.code().is_some_and(code::refuses_pinning)
+    }
+
+    /// The driver's call, where it was the driver who refused.
+    #[must_use]
+    pub fn operation(&self) -> Option<&'static str> {
+        match self {
+            Self::Call { call, .. } => Some(call),
+            _ => None,
+        }
+    }
+
     /// Whether there was too little memory, which may be otherwise later.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
