@@ -31,6 +31,23 @@ pub enum DeviceError {
         /// Bytes in all.
         total: u64,
     },
+    /// The driver has no memory for it, whatever it counts as free: what is free may lie in
+    /// pieces, or go to another process in between.
+    #[error(
+        "device {device} refuses {wanted} bytes: {source}; it counts {free} of {total} bytes free"
+    )]
+    Refused {
+        /// The device's name.
+        device: String,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes free by the driver's count.
+        free: u64,
+        /// Bytes in all.
+        total: u64,
+        /// What the driver said.
+        source: CudaError,
+    },
     /// The memory is of another device.
     #[error("a copy into memory of another device")]
     ForeignMemory,
@@ -69,7 +86,7 @@ impl DeviceError {
     #[must_use]
     pub fn driver(&self) -> Option<&CudaError> {
         match self {
-            Self::Cuda(error) => Some(error),
+            Self::Cuda(error) | Self::Refused { source: error, .. } => Some(error),
             Self::Registration(error) => error.driver(),
             _ => None,
         }
@@ -253,7 +270,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Allocates `bytes` bytes and writes the label at their begin.
     ///
     /// # Errors
-    /// [`DeviceError::Exhausted`] when there is too little.
+    /// [`DeviceError::Exhausted`] when there is too little, [`DeviceError::Refused`] when a
+    /// driver says so.
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError>;
 
     /// Takes memory of a dead predecessor back from a client, of `bytes` bytes and labelled

@@ -211,7 +211,15 @@ fn too_little_device_memory_is_refused_and_ends_nobody() {
     let layers = layers();
     let budget = flextensord_client::Budget::Bytes(8 << 20);
     match manager.register("m", &layers, budget) {
-        Err(ClientError::Refused(failure)) => assert_eq!(failure.kind, Kind::DeviceMemory),
+        Err(ClientError::Refused(failure)) => {
+            assert_eq!(failure.kind, Kind::DeviceMemory);
+            // the driver refuses although it counts enough: both are said
+            assert_eq!(failure.details["operation"], "cuMemCreate");
+            assert_eq!(failure.details["code"], "2");
+            assert_eq!(failure.details["available"], (256 << 20).to_string());
+            let refused = "refuses 2097152 bytes: cuMemCreate failed";
+            assert!(failure.message.contains(refused), "{failure}");
+        }
         other => panic!("{other:?}"),
     }
     std::thread::sleep(Duration::from_millis(600));

@@ -195,7 +195,10 @@ fn at(step: Step) -> impl FnOnce(DeviceError) -> TrialFailure {
             code: error.driver().and_then(CudaError::code),
             pinning: matches!(&error, DeviceError::Registration(refused)
                 if refused.driver().is_some_and(CudaError::refuses_pinning)),
-            exhausted: matches!(error, DeviceError::Exhausted { .. }),
+            exhausted: matches!(
+                error,
+                DeviceError::Exhausted { .. } | DeviceError::Refused { .. }
+            ),
             error: error.to_string(),
         }
     }

@@ -138,11 +138,12 @@ impl Device for CudaDevice {
         let bytes = bytes.next_multiple_of(running.granularity);
         let mapping = DeviceMapping::create(&running.context, bytes).map_err(|error| {
             if error.is_out_of_memory() {
-                DeviceError::Exhausted {
+                DeviceError::Refused {
                     device: self.info.name.clone(),
                     wanted: bytes,
                     free: self.free_bytes(),
                     total: self.info.total_bytes,
+                    source: error,
                 }
             } else {
                 error.into()

@@ -282,6 +282,22 @@ pub fn device(error: DeviceError) -> Failure {
                 "remedy",
                 "close managers on the device, or ask for a smaller budget",
             ),
+        DeviceError::Refused {
+            device,
+            wanted,
+            free,
+            total,
+            source,
+        } => driver(Kind::DeviceMemory, text, &source)
+            .with("device", device)
+            .with("wanted", wanted)
+            .with("available", free)
+            .with("limit", total)
+            .with(
+                "remedy",
+                "see nvidia-smi for other processes on the device, close managers on it, or ask \
+                 for a smaller budget",
+            ),
         DeviceError::Kernel(error) => kernel_failure(&error),
         DeviceError::Registration(RegistrationError::Chunk {
             offset,
