@@ -222,6 +222,12 @@ pub trait Memory: Send + Sync + fmt::Debug {
     /// for its last holder and gives it to nobody else meanwhile.
     fn held_elsewhere(&self) -> Option<bool>;
 
+    /// Whether the driver itself keeps it for its last holder, so that it may be dropped
+    /// here while others map it.
+    fn is_kept_by_driver(&self) -> bool {
+        false
+    }
+
     /// Queues a copy to `offset` behind all copies that were queued before, and then the
     /// publications, in order. Does not wait.
     ///

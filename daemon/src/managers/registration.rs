@@ -399,7 +399,12 @@ fn retire(manager: &Manager, model: &Model) {
             .and_then(|process| process.try_clone().ok())
     };
     if let Some(ring) = &model.ring {
-        memory.retire_memory(Arc::clone(&ring.memory), owner());
+        memory.retire_memory(Arc::clone(&ring.memory), owner().into_iter().collect());
+    }
+    for block in &model.blocks {
+        if let Some(owner) = owner() {
+            block.note_owner(owner);
+        }
     }
     memory.retire_control(Arc::clone(&model.control), owner());
 }

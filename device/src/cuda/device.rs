@@ -466,6 +466,10 @@ impl Memory for CudaMemory {
         Some(false)
     }
 
+    fn is_kept_by_driver(&self) -> bool {
+        true
+    }
+
     fn fill(
         &self,
         offset: u64,

@@ -246,7 +246,12 @@ impl From<MemoryError> for Failure {
                 .with("reclaiming", reclaiming)
                 .with(
                     "remedy",
-                    "close managers on the device, or ask for a smaller budget",
+                    if reclaiming > 0 {
+                        "end the processes of ended leases, which still hold memory of the \
+                         device, close managers on it, or ask for a smaller budget"
+                    } else {
+                        "close managers on the device, or ask for a smaller budget"
+                    },
                 ),
             MemoryError::Device(error) => device(error),
             MemoryError::Random => Failure::new(Kind::Internal, Origin::Kernel, text),
