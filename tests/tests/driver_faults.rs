@@ -231,6 +231,41 @@ fn too_little_device_memory_is_refused_and_ends_nobody() {
     assert_eq!(status.devices[0].allocated_bytes, 0);
 }
 
+/// Allocations take whole units of the driver: what they are rounded up by is granted too.
+#[test]
+fn a_budget_is_not_overspent_by_the_units_of_the_driver() {
+    let daemon = on_fake("", &[]);
+    load(&daemon, "m").unwrap();
+    for budget in [3_000_000, 4 << 20, 5_500_000, 7_000_001, (12 << 20) + 1] {
+        let mut manager = daemon
+            .client()
+            .unwrap()
+            .open(flextensord_client::OpenOptions::default())
+            .unwrap();
+        let asked = flextensord_client::Budget::Bytes(budget);
+        let least = match manager.register("m", &layers(), asked) {
+            Err(ClientError::Refused(failure)) => {
+                assert_eq!(failure.kind, Kind::BudgetInfeasible, "{failure}");
+                let least: u64 = failure.details["wanted"].parse().unwrap();
+                let enough = flextensord_client::Budget::Bytes(least);
+                manager.register("m", &layers(), enough).unwrap();
+                least
+            }
+            other => other.map(|_| budget).unwrap(),
+        };
+        let status = daemon.status().unwrap();
+        let (held, granted) = (
+            status.devices[0].allocated_bytes,
+            status.managers[0].granted_bytes,
+        );
+        assert!(
+            held <= granted && granted <= least,
+            "{held} {granted} {least}"
+        );
+        manager.close().unwrap();
+    }
+}
+
 /// A driver that will not let go of memory: shown, and nothing else is wrong.
 #[test]
 fn a_segment_that_cannot_be_unpinned_is_shown_and_the_daemon_goes_on() {

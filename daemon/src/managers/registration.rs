@@ -214,6 +214,7 @@ fn planner_input(manager: &Manager, structure: &Structure) -> Input {
         .map(|layer| layer.parts.clone())
         .collect();
     let mut input = Input::of_sizes(&sizes, &uses, 0);
+    input.granularity = manager.device.memory.device().granularity();
     if let Some(limit) = manager.device.info().link_limit {
         input.link.bytes_per_second = limit.max(1);
     }
