@@ -241,6 +241,38 @@ fn a_killed_daemon_with_a_successor_costs_no_byte_and_no_error() {
     eventually("its memory is back", PATIENCE, empty).unwrap();
 }
 
+#[test]
+fn memory_that_a_client_keeps_over_the_end_of_its_lease_is_counted_until_it_lets_go() {
+    let scene = Scene::new();
+    let device = || scene.daemon.status().unwrap().devices.remove(0);
+    let total = device().total_bytes;
+    let manager = scene.open("a");
+    let held = device().allocated_bytes;
+    assert!(held > 0 && device().reclaiming_bytes == 0);
+    let mut terminate = scene.daemon.ctl(&["terminate", "a"]).unwrap();
+    assert!(terminate.output().unwrap().status.success());
+    let counted = || {
+        let device = device();
+        (device.allocated_bytes == 0 && device.reclaiming_bytes == held).then_some(())
+    };
+    eventually("it is counted", PATIENCE, counted).unwrap();
+    assert_eq!(device().free_bytes, total - held);
+    // others go on beside it
+    let mut next = scene.client.open(OpenOptions::default()).unwrap();
+    assert!(
+        next.register("m", &scene.layers, Budget::Bytes(6 << 20))
+            .is_ok()
+    );
+    next.close().unwrap();
+    assert_eq!(device().reclaiming_bytes, held);
+    drop(manager);
+    let back = || {
+        let device = device();
+        (device.reclaiming_bytes == 0 && device.free_bytes == total).then_some(())
+    };
+    eventually("it is back", PATIENCE, back).unwrap();
+}
+
 /// Case 15: a client that cannot map the daemon's memory, as in a container without the GPU.
 #[test]
 fn memory_that_cannot_be_mapped_is_refused_with_a_hint_and_nothing_stays() {
