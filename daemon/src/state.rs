@@ -10,6 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use flextensord_device::failpoint::{self, Point};
 use flextensord_proto::name;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -92,18 +93,27 @@ impl StateDirectory {
             name: name.to_owned(),
             source,
         })?;
-        let written = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&temporary)
+        let refused = |point| failpoint::pass(point).map_err(|error| error.source);
+        let begun = refused(Point::Save);
+        let written = begun
+            .and_then(|()| {
+                OpenOptions::new()
+                    .write(true)
+                    .create(true)
+                    .truncate(true)
+                    .mode(0o600)
+                    .open(&temporary)
+            })
             .and_then(|mut file| {
                 file.write_all(&text)?;
-                file.sync_all()
+                file.sync_all()?;
+                refused(Point::SaveRename)
             })
             .and_then(|()| fs::rename(&temporary, &target))
-            .and_then(|()| File::open(&self.path)?.sync_all());
+            .and_then(|()| {
+                refused(Point::Saved)?;
+                File::open(&self.path)?.sync_all()
+            });
         written.map_err(|source| {
             // half a file under the temporary name helps nobody; the error is reported
             let _: io::Result<()> = fs::remove_file(&temporary);

@@ -14,7 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::{heap, segment};
+use flextensord_device::{
+    failpoint::{self, Point},
+    heap, segment,
+};
 
 pub use super::set::{Attachment, Identity, WeightSet};
 use super::{
@@ -332,7 +335,9 @@ impl WeightStore {
     }
 
     pub(super) fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
+        failpoint::pass(Point::Drop)?;
         self.state.remove(&record::file_name(set.id()))?;
+        failpoint::cross(Point::Dropped);
         sets.live.remove(&(set.owner_uid(), set.name().to_owned()));
         Ok(())
     }
