@@ -224,6 +224,7 @@ impl WeightStore {
             return Err(WeightError::InUse { name, managers });
         }
         let set = Arc::clone(set);
+        failpoint::pass(Point::Drop)?;
         self.take_out(&mut sets, &set)?;
         // unmapping a large segment takes long, and others wait for the lock
         drop(sets);
@@ -335,7 +336,6 @@ impl WeightStore {
     }
 
     pub(super) fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
-        failpoint::pass(Point::Drop)?;
         self.state.remove(&record::file_name(set.id()))?;
         failpoint::cross(Point::Dropped);
         sets.live.remove(&(set.owner_uid(), set.name().to_owned()));
