@@ -15,10 +15,13 @@ DENY := $(shell cargo-deny --version 2>/dev/null | grep -qx 'cargo-deny $(DENY_V
 	&& command -v cargo-deny || echo $(CACHE)/tools/bin/cargo-deny)
 PYTHON_TESTS := $(wildcard tests/python/test_*.py)
 
-.PHONY: help demo test lint bench soak gpu-kit build release fmt clean linker
+# CI: HISTORY='--seconds 600'
+HISTORY ?= --seconds 60
+
+.PHONY: help demo test test-faults lint bench soak gpu-kit build release fmt clean linker
 
 help: ## what there is to do
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: release ## load a real model once, share it between processes, kill one of them
 	tests/demo/run.sh
@@ -29,6 +32,11 @@ test: linker $(if $(PYTHON_TESTS),$(VENV)/ready) ## all tests
 ifneq ($(PYTHON_TESTS),)
 	$(VENV)/bin/pytest -ra tests/python
 endif
+
+test-faults: linker ## each fail point killed and failing, and random histories checked
+	$(CARGO) build --workspace --bins --locked --features flextensord-tests/failpoints
+	target/debug/faults $(FAULTS)
+	target/debug/history $(HISTORY)
 
 lint: linker $(DENY) ## format, clippy, licences, documentation, style
 	$(CARGO) fmt --all --check

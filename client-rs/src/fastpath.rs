@@ -8,6 +8,7 @@ use std::{
 
 use flextensord_device::{
     control::ControlPage,
+    failpoint::{self, Point},
     handover::{self, Cells as _},
 };
 use flextensord_proto::layout::State;
@@ -42,6 +43,7 @@ impl Plane {
         if self.gpu.is_some() {
             return Err(self.wrong_device("acquire", "acquire_on with the stream that reads"));
         }
+        failpoint::pass(Point::ClientAcquire)?;
         let layer = self.enter(id)?;
         if self.rpc_busy.load(Ordering::Acquire) {
             return Err(ClientError::OrderBroken {
@@ -74,6 +76,7 @@ impl Plane {
                 return Err(error);
             }
         }
+        failpoint::cross(Point::ClientAcquired);
         Ok(Hold::new(self.clone(), id, None, None))
     }
 
@@ -84,12 +87,15 @@ impl Plane {
         mut ended: Ended,
         reply: Option<Reply>,
     ) -> Result<Option<Job>, ClientError> {
+        failpoint::cross(Point::ClientRelease);
         let layer = self.plan.layer(ended.layer)?;
         let Some(rpc) = ended.rpc.take() else {
             if let (Some(gpu), Some(on)) = (&self.gpu, ended.on) {
-                return self.settle_on(gpu, ended, on).map(|()| None);
+                self.settle_on(gpu, ended, on)?;
+            } else {
+                self.settle_words(layer);
             }
-            self.settle_words(layer);
+            failpoint::cross(Point::ClientReleased);
             return Ok(None);
         };
         let mut after = None;
@@ -163,6 +169,7 @@ impl Plane {
         // said before the word is looked at again: the daemon publishes first and looks
         // at `want` then, so one of the two sees the other
         self.control.set_want(part);
+        failpoint::cross(Point::ClientWait);
         let waited = self.wait_until_taken(part, begin, waits.limit);
         handover::end_wait(&*self.control);
         waited

@@ -11,7 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::{doorbell::Doorbell, notice::NoticeView};
+use flextensord_device::{
+    doorbell::Doorbell,
+    failpoint::{self, Point},
+    notice::NoticeView,
+};
 use flextensord_proto::v1::{
     HandedBack, KeptHold, LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, handed_back::What,
     lease_ended::Reason, lease_event::Event, offload_client::OffloadClient,
@@ -457,7 +461,9 @@ async fn attempt(
         holds,
         ..message.clone()
     };
+    failpoint::pass(Point::ClientResume)?;
     let (opened, stream) = open_stream(client, message, RESUME_LIMIT).await?;
+    failpoint::pass(Point::ClientResumed)?;
     if opened.lease_epoch != lease.epoch {
         return Err(ClientError::LeaseLost {
             manager: lease.name.clone(),

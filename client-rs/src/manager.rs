@@ -5,7 +5,10 @@ use std::{
     time::Duration,
 };
 
-use flextensord_device::cuda::context::Context;
+use flextensord_device::{
+    cuda::context::Context,
+    failpoint::{self, Point},
+};
 use flextensord_proto::{
     PROTOCOL,
     v1::{
@@ -89,6 +92,7 @@ impl Manager {
         // where the daemon can have no pidfd, this connection's end is our death: it
         // stands before the lease does
         client.descriptors(|channel| channel.hello()).await?;
+        failpoint::pass(Point::ClientOpen)?;
         let limit = client.options().call_timeout;
         let (opened, stream) = lease::open_stream(client, message.clone(), limit).await?;
         if !(lowest..=highest).contains(&opened.protocol) {
@@ -100,6 +104,7 @@ impl Manager {
                 ),
             });
         }
+        failpoint::pass(Point::ClientOpened)?;
         let bell = lease::fetch_bell(client, &opened).await?;
         let lease = Arc::new(Lease::new(opened, bell, client.options().patience));
         let follow = lease::follow(client.clone(), lease.clone(), message, stream);
@@ -134,13 +139,16 @@ impl Manager {
         if self.plane.is_some() {
             return Err(ClientError::State("the manager has a model already"));
         }
+        failpoint::pass(Point::ClientRegister)?;
         let answer = registration::register(&self.client, &self.lease, weight_set, layers, budget);
         let answer = answer.await.map_err(|error| self.explain(error))?;
+        failpoint::pass(Point::ClientRegistered)?;
         let plane = registration::map_plan(&self.client, &self.lease, self.context.as_ref()).await;
         let plane = Arc::new(plane.map_err(|error| self.explain(error))?);
         let possessions = Arc::downgrade(&plane);
         self.lease.owns(possessions);
         self.plane = Some(plane);
+        failpoint::pass(Point::ClientMapped)?;
         Ok(self.registered.insert(answer))
     }
 
@@ -338,8 +346,10 @@ impl Manager {
         if self.lease.check().is_err() {
             return Ok(());
         }
+        failpoint::pass(Point::ClientClose)?;
         let finished = let_go(&self.client, self.plane.take(), queued).await;
         let closed = close(self.client.clone(), self.lease.clone(), limit).await;
+        failpoint::cross(Point::ClientClosed);
         if let Some(follower) = self.follower.take() {
             follower.abort();
         }

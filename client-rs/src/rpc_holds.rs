@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use flextensord_device::failpoint::{self, Point};
 use flextensord_proto::v1::{AcquireRequest, ReleaseRequest, offload_client::OffloadClient};
 use tokio::sync::{mpsc, oneshot};
 
@@ -107,6 +108,7 @@ impl Plane {
         id: LayerId,
         limit: Duration,
     ) -> Result<Hold, ClientError> {
+        failpoint::pass(Point::ClientCall)?;
         let (message, after, reservation) = self.reserve(id, limit)?;
         let (reply, answer) = oneshot::channel();
         self.send(Job::Acquire {
@@ -119,6 +121,7 @@ impl Plane {
         let begin = Instant::now();
         let acquired = answer.await;
         self.note_wait(begin.elapsed());
+        failpoint::cross(Point::ClientCalled);
         if self.owner.is_current() {
             self.settle_parked();
         }

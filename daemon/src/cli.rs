@@ -3,6 +3,7 @@
 use std::{ffi::OsString, io::Write as _};
 
 use clap::{Args, Parser, Subcommand, error::ErrorKind};
+use flextensord_device::failpoint;
 
 use crate::{
     configuration::{self, ConfigurationError, Flags, Key, Settings, Sources, show},
@@ -22,9 +23,16 @@ Exit status:
   77  not allowed
   78  the configuration is wrong";
 
+/// A build that can be made to fail says so.
+const VERSION: &str = if failpoint::COMPILED_IN {
+    concat!(env!("CARGO_PKG_VERSION"), " (failpoints)")
+} else {
+    env!("CARGO_PKG_VERSION")
+};
+
 /// A daemon that owns the weights of large models on a node.
 #[derive(Debug, Parser)]
-#[command(name = "flextensord", version, after_help = STATUSES)]
+#[command(name = "flextensord", version = VERSION, after_help = STATUSES)]
 struct CommandLine {
     #[command(subcommand)]
     command: Command,

@@ -10,6 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use flextensord_device::failpoint::{self, Point};
 use flextensord_proto::name;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -50,7 +51,8 @@ pub struct StateDirectory {
 }
 
 impl StateDirectory {
-    /// Opens the directory, made if it is not there.
+    /// Opens the directory, made if it is not there; files that a dead daemon left half
+    /// written go. To be called under the instance lock.
     ///
     /// # Errors
     /// When it cannot be made or is none.
@@ -71,6 +73,7 @@ impl StateDirectory {
         if found.mode() & 0o777 != 0o700 {
             fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).map_err(failed)?;
         }
+        discard_half_written(&path).map_err(failed)?;
         Ok(Self { path })
     }
 
@@ -92,19 +95,37 @@ impl StateDirectory {
             name: name.to_owned(),
             source,
         })?;
-        let written = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&temporary)
+        let older = fs::read(&target).ok();
+        let refused = |point| failpoint::pass(point).map_err(|error| error.source);
+        let begun = refused(Point::Save);
+        let written = begun
+            .and_then(|()| {
+                OpenOptions::new()
+                    .write(true)
+                    .create(true)
+                    .truncate(true)
+                    .mode(0o600)
+                    .open(&temporary)
+            })
             .and_then(|mut file| {
                 file.write_all(&text)?;
-                file.sync_all()
+                file.sync_all()?;
+                refused(Point::SaveRename)
             })
             .and_then(|()| fs::rename(&temporary, &target))
-            .and_then(|()| File::open(&self.path)?.sync_all());
+            .and_then(|()| {
+                refused(Point::Saved)?;
+                File::open(&self.path)?.sync_all()
+            });
         written.map_err(|source| {
+            // one that is in place, and may be gone after a crash, is none that was written
+            let undone = match older {
+                Some(older) => {
+                    fs::write(&temporary, older).and_then(|()| fs::rename(&temporary, &target))
+                }
+                None => fs::remove_file(&target),
+            };
+            drop(undone);
             // half a file under the temporary name helps nobody; the error is reported
             let _: io::Result<()> = fs::remove_file(&temporary);
             StateError::Io {
@@ -183,6 +204,18 @@ impl StateDirectory {
     }
 }
 
+/// Nobody but the holder of the instance lock writes here, so they are nobody's.
+fn discard_half_written(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let is_half = |name: &str| name::check(name).is_ok() && name.ends_with(TEMPORARY);
+        if entry.file_name().to_str().is_some_and(is_half) && entry.file_type()?.is_file() {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -198,6 +231,8 @@ mod tests {
         assert_eq!(state.read::<Vec<u8>>("a.json").unwrap(), Some(vec![3]));
         fs::write(state.path().join("b.json.new"), b"{").unwrap();
         assert_eq!(state.list().unwrap(), ["a.json"]);
+        StateDirectory::open(state.path()).unwrap();
+        assert!(!state.path().join("b.json.new").exists());
         state.remove("a.json").unwrap();
         state.remove("a.json").unwrap();
         assert_eq!(state.read::<Vec<u8>>("a.json").unwrap(), None);

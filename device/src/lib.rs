@@ -4,6 +4,7 @@
 //! - [`mapping`], [`memfd`], [`segment`]: memory shared between processes;
 //! - [`control`], [`notice`], [`journal`]: the pages of the hand-over protocol;
 //! - [`handover`]: the protocol itself, pure, over any memory;
+//! - [`failpoint`]: where tests make a process fail or die;
 //! - [`doorbell`], [`futex`]: waking; [`heap`]: giving free pages back;
 //! - [`process`], [`fork`], [`descriptor`], [`readiness`]: who a peer is, whether we
 //!   are a forked child, handing descriptors over, waiting for them;
@@ -17,6 +18,7 @@ pub mod cuda;
 pub mod descriptor;
 pub mod device;
 pub mod doorbell;
+pub mod failpoint;
 pub mod fork;
 pub mod futex;
 pub mod handover;

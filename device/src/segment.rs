@@ -23,6 +23,7 @@ use nix::sys::statvfs::statvfs;
 use rustix::fs::FallocateFlags;
 
 use crate::{
+    failpoint::{self, Point},
     kernel::KernelError,
     mapping::{Access, Mapping, RangeError},
     memfd,
@@ -250,6 +251,7 @@ impl SegmentBuilder {
     /// When the kernel refuses; nothing is left behind then.
     pub fn publish(mut self) -> Result<Segment, KernelError> {
         let operation = || format!("publish {}", self.target.display());
+        failpoint::pass(Point::Seal)?;
         self.file
             .set_permissions(fs::Permissions::from_mode(0o400))
             .map_err(|e| KernelError::new(operation(), e))?;
@@ -258,10 +260,12 @@ impl SegmentBuilder {
             .metadata()
             .map_err(|e| KernelError::new(operation(), e))?
             .ino();
+        failpoint::pass(Point::Publish)?;
         if let Some(path) = &self.temporary.0 {
             fs::rename(path, &self.target).map_err(|e| KernelError::new(operation(), e))?;
         }
         self.temporary.0 = None;
+        failpoint::cross(Point::Published);
         Ok(Segment {
             keep: AtomicBool::new(false),
             file: self.file.into(),

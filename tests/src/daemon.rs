@@ -9,7 +9,10 @@ use std::{
 };
 
 use flextensord_client::{Address, ConnectOptions, blocking::Client, v1::StatusResponse};
-use flextensord_device::cuda::fake::{FakeDriver, FakeSettings};
+use flextensord_device::{
+    cuda::fake::{FakeDriver, FakeSettings},
+    failpoint,
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -200,6 +203,38 @@ impl Daemon {
     /// When it cannot be killed.
     pub fn crash(&mut self) -> Result<(), SceneError> {
         self.process.kill()
+    }
+
+    /// Starts it once more with fail points as `rules` say, and their record in `record`;
+    /// its later starts have none. Does not wait: it may end before it serves.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn rearm(&mut self, rules: &str, record: &Path) -> Result<(), SceneError> {
+        self.command.env(failpoint::RULES, rules);
+        self.command.env(failpoint::HITS, record);
+        let spawned = spawn(&mut self.command);
+        self.command.env_remove(failpoint::RULES);
+        self.process = Guarded(spawned?);
+        Ok(())
+    }
+
+    /// Starts it once more, and does not wait.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn respawn(&mut self) -> Result<(), SceneError> {
+        self.process = Guarded(spawn(&mut self.command)?);
+        Ok(())
+    }
+
+    /// How it has ended, if it has.
+    ///
+    /// # Errors
+    /// When it cannot be looked at.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>, SceneError> {
+        let ended = self.process.0.try_wait();
+        ended.map_err(|e| SceneError::io("look at the daemon", e))
     }
 
     fn until_it_serves(&self) -> Result<(), SceneError> {

@@ -4,8 +4,10 @@
 
 pub mod checkpoint;
 pub mod daemon;
+pub mod figures;
 pub mod process;
 pub mod reader;
+pub mod supervisor;
 pub mod tmpfs;
 pub mod witness;
 

@@ -2,15 +2,17 @@
 //! that they hold with the checkpoint.
 
 use std::{
+    ffi::OsString,
     io::{BufRead as _, BufReader},
     os::unix::process::CommandExt as _,
     path::Path,
-    process::{Command, Stdio},
+    process::{Command, ExitStatus, Stdio},
     sync::mpsc,
     thread,
     time::Duration,
 };
 
+use flextensord_device::failpoint;
 use serde_json::Value;
 
 use crate::{
@@ -34,6 +36,8 @@ pub struct ReaderPlan<'a> {
     pub flags: Vec<String>,
     /// Another user to run as.
     pub uid: Option<u32>,
+    /// Variables of its environment.
+    pub variables: Vec<(String, OsString)>,
 }
 
 impl<'a> ReaderPlan<'a> {
@@ -45,7 +49,18 @@ impl<'a> ReaderPlan<'a> {
             weight_set,
             flags: Vec::new(),
             uid: None,
+            variables: Vec::new(),
         }
+    }
+
+    /// Arms fail points of its process, with their record in a file.
+    #[must_use]
+    pub fn armed(mut self, rules: &str, record: &Path) -> Self {
+        self.variables
+            .push((failpoint::RULES.to_owned(), rules.into()));
+        self.variables
+            .push((failpoint::HITS.to_owned(), record.into()));
+        self
     }
 
     /// Adds a flag with its value.
@@ -69,10 +84,19 @@ impl Reader {
     /// # Errors
     /// When it cannot be started.
     pub fn start(daemon: &Daemon, plan: &ReaderPlan<'_>) -> Result<Self, SceneError> {
+        Self::start_at(&daemon.socket(), plan)
+    }
+
+    /// Starts a reader on whoever serves at `socket`.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start_at(socket: &Path, plan: &ReaderPlan<'_>) -> Result<Self, SceneError> {
         let mut command = Command::new(binary("reader")?);
         command
+            .envs(plan.variables.iter().cloned())
             .arg("--socket")
-            .arg(daemon.socket())
+            .arg(socket)
             .arg("--checkpoint")
             .arg(plan.checkpoint)
             .args(["--weight-set", plan.weight_set])
@@ -121,6 +145,29 @@ impl Reader {
         Err(SceneError::Unexpected(format!(
             "reader: {event} instead of {name:?}"
         )))
+    }
+
+    /// Waits until it says something more, or has ended.
+    ///
+    /// # Errors
+    /// When nothing comes within `limit`.
+    pub fn next_event(&self, limit: Duration) -> Result<Option<Value>, SceneError> {
+        match self.events.recv_timeout(limit) {
+            Ok(event) => Ok(Some(event)),
+            Err(mpsc::RecvTimeoutError::Disconnected) => Ok(None),
+            Err(mpsc::RecvTimeoutError::Timeout) => Err(SceneError::Unexpected(format!(
+                "reader {} hangs: nothing within {limit:?}",
+                self.pid()
+            ))),
+        }
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// When it does not end within `limit`.
+    pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus, SceneError> {
+        self.process.wait(limit)
     }
 
     /// Waits until it has run all its passes, every byte right, and has ended.

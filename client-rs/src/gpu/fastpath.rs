@@ -3,7 +3,10 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use flextensord_device::cuda::stream::CallerStream;
+use flextensord_device::{
+    cuda::stream::CallerStream,
+    failpoint::{self, Point},
+};
 
 use super::{
     Core, Gpu, Mark, OnStream,
@@ -52,6 +55,7 @@ impl Plane {
         stream: CallerStream,
     ) -> Result<OnStream, ClientError> {
         let core = self.core("acquire_on", "acquire, which waits on its thread")?;
+        failpoint::pass(Point::ClientAcquire)?;
         let layer = self.enter(id)?;
         if self.rpc_busy.load(Ordering::Acquire) {
             return Err(ClientError::OrderBroken {
@@ -87,6 +91,7 @@ impl Plane {
         order.count(id);
         drop((order, table));
         self.wake_after(mode, touched);
+        failpoint::cross(Point::ClientAcquired);
         Ok(OnStream::new(stream, mode.capture()))
     }
 

@@ -1,5 +1,7 @@
 //! The layer of environment variables.
 
+use flextensord_device::failpoint;
+
 use super::{
     error::ConfigurationError,
     key::{Key, nearest},
@@ -65,7 +67,7 @@ pub(super) fn layer(environment: &dyn Environment) -> Result<Layer, Configuratio
         let Some(rest) = name.strip_prefix(PREFIX) else {
             continue;
         };
-        if name == CONFIG || name == OF_CLIENTS || is_of_cluster(rest) {
+        if name == CONFIG || name == OF_CLIENTS || is_of_cluster(rest) || is_of_failpoints(&name) {
             continue;
         }
         let Some(key) = Key::ALL.into_iter().find(|key| key.variable() == name) else {
@@ -78,6 +80,11 @@ pub(super) fn layer(environment: &dyn Environment) -> Result<Layer, Configuratio
         }
     }
     Ok(layer)
+}
+
+/// Where nobody would obey them they are as wrong as any other.
+fn is_of_failpoints(name: &str) -> bool {
+    failpoint::COMPILED_IN && [failpoint::RULES, failpoint::HITS].contains(&name)
 }
 
 /// Kubernetes gives every pod such variables for a Service named `flextensord`; nobody

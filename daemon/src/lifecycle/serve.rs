@@ -2,7 +2,10 @@
 
 use std::{io, time::Duration};
 
-use flextensord_device::notice::NoticePhase;
+use flextensord_device::{
+    failpoint::{self, Point},
+    notice::NoticePhase,
+};
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
     sync::watch,
@@ -75,11 +78,15 @@ async fn serve(
     let descriptors = descriptor_limit::raise();
     tracing::debug!(limit = descriptors, "open descriptors");
     let mut instance = Instance::prepare(settings)?;
+    let refused = |error| StartError::setup("go on", error);
+    failpoint::pass(Point::Bind).map_err(refused)?;
     let Sockets { grpc, channel } = instance.bind()?;
+    failpoint::pass(Point::Bound).map_err(refused)?;
 
     let (health, health_service) = health_reporter();
     set_health(&health, ServingStatus::NotServing).await;
     turn_on_panic(health.clone(), panicked);
+    failpoint::pass(Point::Leftovers).map_err(refused)?;
     let rooms = Rooms::new(&instance, drivers)?;
     // a client that cancels many calls at once must not lose its lease with its connection
     let mut server = Server::builder()
@@ -138,7 +145,9 @@ async fn serve(
         tracing::debug!("close connections that are still open");
         server.abort();
     }
+    failpoint::cross(Point::Stop);
     rooms.close(keep);
+    failpoint::cross(Point::Stopped);
     instance.close();
     advance(&life, Phase::Stopped)?;
     outcome

@@ -14,6 +14,7 @@ use std::{
 use flextensord_device::{
     control::ControlPage,
     device::Label,
+    failpoint::{self, Point},
     journal::JournalFile,
     process::{Peer, Process, start_time},
 };
@@ -122,6 +123,7 @@ impl Managers {
         patience: Duration,
         counted: &mut HashSet<u64>,
     ) -> Result<Orphan, String> {
+        failpoint::pass(Point::AdoptManager).map_err(|e| e.to_string())?;
         let read = self.state().read(file).map_err(|e| e.to_string())?;
         let record: ManagerRecord = read.ok_or("its record is gone")?;
         if record.format != FORMAT {
@@ -267,6 +269,7 @@ impl Managers {
         if let Some((plan, attachment)) = record.plans.iter().zip(attachments).next_back() {
             let (model, journal) =
                 model(&manager, plan, attachment, &mut handed, self).map_err(refused)?;
+            failpoint::pass(Point::AdoptRing)?;
             manager.holds.blocking_lock().restore(handed.holds);
             registration::install(self, &manager, &Arc::new(model), journal)?;
         }
@@ -277,6 +280,7 @@ impl Managers {
             ..record
         };
         self.state().write(&record::name(record.id), &record)?;
+        failpoint::cross(Point::AdoptedRing);
         Ok(manager)
     }
 
@@ -362,6 +366,7 @@ fn model(
     let control = ControlPage::take_back(control.as_fd(), identity).map_err(|e| text(&e))?;
     let device = &manager.device;
     let mut take = |memory: &AllocationRecord| -> Result<Allocation, String> {
+        failpoint::pass(Point::AdoptMemory).map_err(|e| text(&e))?;
         let descriptor = handed
             .memory
             .remove(&memory.id)

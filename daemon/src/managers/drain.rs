@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use flextensord_device::failpoint::{self, Point};
 use flextensord_proto::v1::{Draining, lease_ended::Reason, lease_event};
 use tokio::time;
 
@@ -14,6 +15,7 @@ impl Managers {
     /// Takes no new managers and weights, and tells the managers until when they may go
     /// on; of several drains the earliest end counts. Returns how many there are.
     pub fn begin_drain(&self, limit: Duration) -> usize {
+        failpoint::cross(Point::Drain);
         let end = time::Instant::now() + limit.min(LONGEST_DRAIN);
         self.drain
             .send_modify(|drain| *drain = Some(drain.map_or(end, |other| other.min(end))));
@@ -52,6 +54,7 @@ impl Managers {
         }
         self.tasks.close();
         self.tasks.wait().await;
+        failpoint::cross(Point::Drained);
     }
 
     /// Lets go of a manager's ring once its last copy has arrived; page, journal and record

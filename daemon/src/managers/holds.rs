@@ -10,6 +10,7 @@ use std::{
 use flextensord_device::{
     control::ControlPage,
     doorbell::Doorbell,
+    failpoint::{self, Point},
     handover::{Cells as _, end_wait, give_back, take},
 };
 use flextensord_proto::layout::State;
@@ -111,6 +112,7 @@ pub async fn acquire(
     except: &[u32],
     limit: Duration,
 ) -> Result<(u64, Arc<Model>), ManagerError> {
+    failpoint::pass(Point::Acquire)?;
     let model = manager.model()?;
     let layer = model.layer(&manager.name, layer)?;
     if let Some(stranger) = except.iter().find(|part| !layer.parts.contains(part)) {
@@ -159,6 +161,7 @@ pub async fn acquire(
     taking.parts.clear();
     drop(taking);
     drop(holds);
+    failpoint::cross(Point::Acquired);
     Ok((hold, model))
 }
 
@@ -194,6 +197,7 @@ pub async fn check(manager: &Manager, hold: u64) -> Result<(), ManagerError> {
 /// # Errors
 /// When the hold is unknown, or `keep` names a part that is not in it.
 pub async fn release(manager: &Manager, hold: u64, keep: &[u32]) -> Result<(), ManagerError> {
+    failpoint::pass(Point::Release)?;
     let model = manager.model()?;
     let mut holds = manager.holds.lock().await;
     let parts = holds
@@ -225,6 +229,7 @@ pub async fn release(manager: &Manager, hold: u64, keep: &[u32]) -> Result<(), M
         }
     }
     manager.doorbell.ring();
+    failpoint::cross(Point::Released);
     Ok(())
 }
 

@@ -6,6 +6,7 @@ use std::sync::{Arc, atomic::Ordering::SeqCst};
 use flextensord_device::{
     control::{ControlIdentity, ControlPage},
     device::Source,
+    failpoint::{self, Point},
     journal::JournalFile,
 };
 
@@ -100,6 +101,7 @@ pub fn register(
             name: manager.name.clone(),
         });
     }
+    failpoint::pass(Point::Register)?;
     let model = Arc::new(prepare(managers, manager, registration, check)?);
     let journal = match write_down(managers, manager, &model) {
         Ok(journal) => journal,
@@ -108,7 +110,9 @@ pub fn register(
             return Err(error);
         }
     };
+    failpoint::cross(Point::Install);
     install(managers, manager, &model, journal)?;
+    failpoint::cross(Point::Registered);
     Ok(model)
 }
 
@@ -132,8 +136,10 @@ fn prepare(
     let requested = registration
         .budget
         .bytes(manager.device.info().total_bytes)?;
+    failpoint::pass(Point::Plan)?;
     let (granted, plan, requests) = fit(manager, &set, &structure, requested)?;
     check(&structure, &plan, set.manifest())?;
+    failpoint::pass(Point::Planned)?;
     let ring_bytes = manager.device.memory.whole(plan.ring_bytes);
     let mut given = manager.device.residents.get(&requests, ring_bytes)?;
     let filled = plan.resident_bytes.saturating_sub(given.shared_bytes);
@@ -144,6 +150,7 @@ fn prepare(
         0 => None,
         bytes => Some(given.reservation.allocate(bytes)?),
     };
+    failpoint::pass(Point::Allocated)?;
     let control = ControlPage::create(identity(manager, &structure, FIRST_PLAN))?;
     Ok(Model {
         attachment,
@@ -294,6 +301,7 @@ fn write_down(
         Some(_) => {
             let name = record::journal_name(manager.id, model.plan_version);
             let path = managers.state().path().join(&name);
+            failpoint::pass(Point::Journal)?;
             Some(JournalFile::create(
                 &path,
                 identity(manager, &model.structure, model.plan_version),
@@ -301,16 +309,19 @@ fn write_down(
         }
         None => None,
     };
-    let written = managers.state().write(
-        &record::name(manager.id),
-        &ManagerRecord::new(manager, Some(model)),
-    );
+    let record = || ManagerRecord::new(manager, Some(model));
+    let written = failpoint::pass(Point::Journaled)
+        .map_err(ManagerError::from)
+        .and_then(|()| {
+            let name = record::name(manager.id);
+            Ok(managers.state().write(&name, &record())?)
+        });
     if let Err(error) = written {
         // the record without a plan stands
         if let Some(journal) = journal {
             journal.remove()?;
         }
-        return Err(error.into());
+        return Err(error);
     }
     Ok(journal)
 }
@@ -383,9 +394,11 @@ pub(super) fn dismantle(managers: &Managers, manager: &Manager, model: Option<&A
     {
         tracing::warn!(manager = manager.name, %error, "journal left behind");
     }
+    failpoint::cross(Point::Detached);
     if let Err(error) = managers.state().remove(&record::name(manager.id)) {
         tracing::warn!(manager = manager.name, %error, "record left behind");
     }
+    failpoint::cross(Point::Retire);
     if let Some(model) = model {
         retire(manager, model);
     }

@@ -12,6 +12,7 @@ use std::{
 
 use flextensord_device::{
     doorbell::Doorbell,
+    failpoint::{self, Point},
     process::{self, Peer, Process},
 };
 use flextensord_proto::{limit, name, v1::lease_ended::Reason};
@@ -219,6 +220,7 @@ impl Managers {
                 source,
             })?;
         }
+        failpoint::pass(Point::Open)?;
         let device = self.device(&request.device)?;
         self.fence_dead(peer.uid, &request.name);
         let mut names = self.names();
@@ -246,6 +248,7 @@ impl Managers {
         names.by_token.insert(manager.token, Arc::clone(&manager));
         drop(names);
         self.watch(&manager);
+        failpoint::cross(Point::Opened);
         tracing::info!(
             manager = manager.name,
             uid = peer.uid,
@@ -312,6 +315,7 @@ impl Managers {
             reason = reason.as_str_name(),
             "manager ended"
         );
+        failpoint::cross(Point::End);
         manager.ended.cancel();
         manager.end_stream(reason);
         (self.on_end.0)(manager.id);

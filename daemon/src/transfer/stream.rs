@@ -14,6 +14,7 @@ use flextensord_device::{
     control::ControlPage,
     device::{DeviceError, Memory, Publish, Source, Ticket},
     doorbell::Doorbell,
+    failpoint::{self, Point},
     handover::{Cells as _, Filler, Sight},
     journal::JournalFile,
     mapping::Mapping,
@@ -247,10 +248,11 @@ impl Stream {
             true => pending.parts.iter().map(publish).collect(),
             false => Vec::new(),
         };
-        let submitted = self
-            .spec
-            .ring
-            .fill(place.ring_offset + pending.done, source, &publishes);
+        let ring = &self.spec.ring;
+        let submitted = failpoint::pass(Point::Submit)
+            .map_err(DeviceError::from)
+            .and_then(|()| ring.fill(place.ring_offset + pending.done, source, &publishes));
+        failpoint::cross(Point::Submitted);
         match submitted {
             Ok(ticket) => self.last = ticket,
             Err(error) => {
@@ -382,6 +384,7 @@ impl Stream {
     }
 
     fn issue(&mut self, part: u32, position: usize) -> Pending {
+        failpoint::cross(Point::Issue);
         let sequence = self.filler.issue(part);
         self.occupied
             .insert(self.spec.parts[part as usize].ring_offset, part);

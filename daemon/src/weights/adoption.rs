@@ -10,7 +10,11 @@ use std::{
     thread,
 };
 
-use flextensord_device::{mapping::Mapping, segment::Segment};
+use flextensord_device::{
+    failpoint::{self, Point},
+    mapping::Mapping,
+    segment::Segment,
+};
 
 use super::{
     digest::{self, BLOCK, Digest},
@@ -67,6 +71,7 @@ impl WeightStore {
 
     fn adopt_one(&self, file: &str, verify: bool) -> Result<Arc<WeightSet>, String> {
         let text = |error: &dyn std::error::Error| error.to_string();
+        failpoint::pass(Point::AdoptSegment).map_err(|e| text(&e))?;
         let record: SetRecord = self
             .state()
             .read(file)
@@ -94,6 +99,7 @@ impl WeightStore {
                 return Err(format!("the bytes of tensor {:?} are others", entry.name));
             }
         }
+        failpoint::pass(Point::AdoptedSegment).map_err(|e| text(&e))?;
         Ok(Arc::new(WeightSet::new(NewSet {
             pinned: Pinned::default(),
             reservation: self.budget.adopt(record.segment_bytes),

@@ -5,6 +5,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use flextensord_device::failpoint::{self, Point};
 use flextensord_proto::name;
 
 use super::{
@@ -139,12 +140,14 @@ impl WeightStore {
             }
         }
         let mut room = self.room(request.uid, checkpoint.manifest(), watch)?;
+        failpoint::pass(Point::Load)?;
         let reading = Reading {
             threads: self.settings().load_threads,
             hash: request.content_id.is_none(),
         };
         let segment = room.builder.bytes_mut()?;
         let digests = loader::read(checkpoint, Some(segment), reading, watch)?;
+        failpoint::pass(Point::Loaded)?;
         self.publish(request, checkpoint.manifest().clone(), room, digests, watch)
     }
 
@@ -238,7 +241,9 @@ impl WeightStore {
             .map_or(0, |since| since.as_secs());
         let segment = room.builder.publish()?;
         let pinner = &self.settings().pinner;
+        failpoint::pass(Point::Pin)?;
         let pinned = pinner.pin(segment.mapping(), &manifest, watch)?;
+        failpoint::pass(Point::Pinned)?;
         room.reservation.mark_live();
         let set = Arc::new(WeightSet::new(NewSet {
             pinned,
@@ -260,6 +265,7 @@ impl WeightStore {
             self.state().remove(&file)?;
             return Err(refused);
         }
+        failpoint::cross(Point::Live);
         tracing::info!(
             set = set.id(),
             name = set.name(),

@@ -14,7 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::{heap, segment};
+use flextensord_device::{
+    failpoint::{self, Point},
+    heap, segment,
+};
 
 pub use super::set::{Attachment, Identity, WeightSet};
 use super::{
@@ -225,6 +228,7 @@ impl WeightStore {
             return Err(WeightError::InUse { name, managers });
         }
         let set = Arc::clone(set);
+        failpoint::pass(Point::Drop)?;
         self.take_out(&mut sets, &set)?;
         // unmapping a large segment takes long, and others wait for the lock
         drop(sets);
@@ -338,6 +342,7 @@ impl WeightStore {
 
     pub(super) fn take_out(&self, sets: &mut Sets, set: &WeightSet) -> Result<(), WeightError> {
         self.state.remove(&record::file_name(set.id()))?;
+        failpoint::cross(Point::Dropped);
         sets.live.remove(&(set.owner_uid(), set.name().to_owned()));
         Ok(())
     }

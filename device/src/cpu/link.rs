@@ -13,6 +13,7 @@ use std::{
 use crate::{
     device::{DeviceError, Publish, Ticket},
     doorbell::Doorbell,
+    failpoint::{self, Point},
     kernel::KernelError,
     mapping::Mapping,
 };
@@ -154,9 +155,11 @@ fn run(shared: &Shared, limit: Option<u64>) {
             done += bytes;
         }
         for publish in &job.publishes {
+            failpoint::cross(Point::Slot);
             if !publish.control.publish(publish.part, publish.sequence) {
                 shared.failed_publications.fetch_add(1, SeqCst);
             }
+            failpoint::cross(Point::SlotWritten);
         }
         shared.queued_bytes.fetch_sub(job.bytes as u64, SeqCst);
         // memory is let go before the copy counts as completed

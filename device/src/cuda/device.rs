@@ -33,6 +33,7 @@ use super::{
 use crate::{
     device::{Device, DeviceError, DeviceInfo, Label, Memory, Pins, Publish, Source, Ticket},
     doorbell::Doorbell,
+    failpoint::{self, Point},
     kernel::KernelError,
     mapping::{Mapping, RangeError},
 };
@@ -303,9 +304,11 @@ impl Running {
             && matches!(flight.landing.has_passed(), Ok(true))
         {
             for publish in &flight.publishes {
+                failpoint::cross(Point::Slot);
                 if !publish.control.publish(publish.part, publish.sequence) {
                     self.unpublished.fetch_add(1, SeqCst);
                 }
+                failpoint::cross(Point::SlotWritten);
             }
             let (bytes, submitted) = (flight.bytes, flight.submitted);
             queue.arrived = flight.ticket;

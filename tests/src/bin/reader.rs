@@ -7,12 +7,20 @@ use std::{
     io::{self, Read as _},
     path::PathBuf,
     process::ExitCode,
+    sync::Arc,
+    time::Duration,
 };
 
 use clap::{Parser, ValueEnum};
 use flextensord_client::{
-    Budget, Hold, LayerId, LayerSpec, OpenOptions,
+    Budget, CallerStream, ClientError, CudaError, Driver, Hold, LayerId, LayerSpec, OpenOptions,
     blocking::{Client, Manager},
+};
+use flextensord_device::cuda::{
+    context::Context,
+    fake::{FakeDriver, FakeSettings},
+    gpu,
+    stream::Stream,
 };
 use flextensord_tests::{
     SceneError,
@@ -72,15 +80,58 @@ struct Flags {
     /// Wait for the end of standard input between registering and the first pass.
     #[arg(long)]
     wait: bool,
+    /// Most seconds that a wait and a call may take, and the patience.
+    #[arg(long)]
+    limit: Option<u64>,
+    /// Rest so many milliseconds after each pass.
+    #[arg(long, default_value_t = 0)]
+    rest: u64,
+    /// Layers are held on a stream of a GPU of the driver in host memory.
+    #[arg(long)]
+    on_fake: bool,
+}
+
+/// The stream that layers are held on.
+struct Gpu {
+    stream: Stream,
+}
+
+impl Gpu {
+    fn new(driver: &Arc<dyn Driver>) -> Result<Self, SceneError> {
+        let failed = |error: CudaError| SceneError::Client(error.into());
+        let gpu = gpu::find(driver.as_ref(), "cuda:0").map_err(failed)?;
+        let context = Context::open(driver, &gpu).map_err(failed)?;
+        let stream = Stream::new(&context).map_err(failed)?;
+        Ok(Self { stream })
+    }
 }
 
 fn main() -> ExitCode {
     match run(&Flags::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
+            say(json!({ "event": "failed", "why": why(&error), "error": error.to_string() }));
             eprintln!("reader: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// What kind of end that is, for those who judge it.
+fn why(error: &SceneError) -> &'static str {
+    match error {
+        SceneError::Client(ClientError::LeaseLost { .. } | ClientError::DaemonLost { .. }) => {
+            "lost"
+        }
+        SceneError::Client(ClientError::Refused(_)) => "refused",
+        SceneError::Client(
+            ClientError::Transport { .. }
+            | ClientError::Unreachable { .. }
+            | ClientError::Channel { .. },
+        ) => "connection",
+        SceneError::Client(ClientError::Deadline { .. }) => "late",
+        SceneError::Client(ClientError::Kernel(_)) => "kernel",
+        _ => "wrong",
     }
 }
 
@@ -95,13 +146,28 @@ fn wait_for_end_of_input() -> Result<(), SceneError> {
 
 fn run(flags: &Flags) -> Result<(), SceneError> {
     let tensors = checkpoint::read(&flags.checkpoint)?;
-    let client = Client::connect(options(&flags.socket))?;
+    let mut options = options(&flags.socket);
+    if let Some(limit) = flags.limit.map(Duration::from_secs) {
+        options.patience = limit;
+        options.call_timeout = limit;
+        options.long_timeout = limit;
+    }
+    let driver: Option<Arc<dyn Driver>> = match flags.on_fake {
+        true => Some(FakeDriver::new(FakeSettings::default())),
+        false => None,
+    };
+    options.driver.clone_from(&driver);
+    let gpu = driver.as_ref().map(Gpu::new).transpose()?;
+    let client = Client::connect(options)?;
     let mut manager = client.open(OpenOptions {
         name: flags.manager.clone(),
         device: flags.device.clone(),
         link_weight: flags.link_weight,
         client: "reader".to_owned(),
     })?;
+    if let Some(limit) = flags.limit.map(Duration::from_secs) {
+        manager.set_acquire_limit(limit);
+    }
     let layers = layers(&client, &flags.weight_set)?;
     let budget = flags
         .budget
@@ -133,7 +199,7 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
                 Order::Registered => ids[at],
                 Order::Random => ids[random.below(ids.len())],
             };
-            let holds = acquire(&manager, id, flags.via, &mut random)?;
+            let holds = acquire(&manager, gpu.as_ref(), id, flags.via, &mut random)?;
             for hold in &holds {
                 compared += compare(hold, &expected)?;
             }
@@ -150,6 +216,7 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
             }
         }
         manager.report_pass(1)?;
+        std::thread::sleep(Duration::from_millis(flags.rest));
     }
     let waited_ns = u64::try_from(manager.waited().as_nanos()).unwrap_or(u64::MAX);
     manager.close()?;
@@ -162,16 +229,15 @@ fn run(flags: &Flags) -> Result<(), SceneError> {
 
 fn acquire(
     manager: &Manager,
+    gpu: Option<&Gpu>,
     layer: LayerId,
     via: Via,
     random: &mut Random,
 ) -> Result<Vec<Hold>, SceneError> {
-    let one = |rpc: bool| {
-        if rpc {
-            manager.acquire_rpc(layer)
-        } else {
-            manager.acquire(layer)
-        }
+    let one = |rpc: bool| match (rpc, gpu) {
+        (true, _) => manager.acquire_rpc(layer),
+        (false, Some(gpu)) => manager.acquire_on(layer, CallerStream::from(&gpu.stream)),
+        (false, None) => manager.acquire(layer),
     };
     Ok(match via {
         Via::Fast => vec![one(false)?],
