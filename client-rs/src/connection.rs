@@ -1,6 +1,11 @@
 //! The connection to a daemon: deadlines, one retry, and what a fork does to it.
 
-use std::{future::Future, path::Path, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use flextensord_device::{cuda::driver::Driver, fork::ForkMark};
 use tokio::runtime::Handle;
@@ -156,23 +161,43 @@ impl Client {
     where
         F: Future<Output = Result<T, Status>>,
     {
-        let channel = self.channel()?;
-        let mut again = true;
-        loop {
-            match tokio::time::timeout(limit, send(channel.clone())).await {
-                Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(status)) if again && error::is_transport(&status) => {
-                    again = false;
-                    tokio::time::sleep(AGAIN_AFTER).await;
-                }
-                Ok(Err(status)) => return Err(self.failed(call, limit, &status)),
-                Err(_) => {
-                    return Err(ClientError::Deadline {
-                        what: call.to_owned(),
-                        limit,
-                    });
-                }
+        match self.call_once(call, limit, &send).await {
+            Err(ClientError::Transport { .. } | ClientError::Unreachable { .. }) => {
+                tokio::time::sleep(AGAIN_AFTER).await;
+                self.call_once(call, limit, send).await
             }
+            answered => answered,
+        }
+    }
+
+    /// As [`Client::call`], sent once.
+    pub(crate) async fn call_once<T, F>(
+        &self,
+        call: &'static str,
+        limit: Duration,
+        send: impl FnOnce(Channel) -> F,
+    ) -> Result<T, ClientError>
+    where
+        F: Future<Output = Result<T, Status>>,
+    {
+        let channel = self.channel()?;
+        let begin = Instant::now();
+        match tokio::time::timeout(limit, send(channel)).await {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(status)) => Err(match self.failed(call, limit, &status) {
+                // a connection that ends under a call cancels it as a deadline does
+                ClientError::Deadline { .. } if begin.elapsed() + AGAIN_AFTER < limit => {
+                    ClientError::Transport {
+                        call,
+                        reason: status.message().to_owned(),
+                    }
+                }
+                error => error,
+            }),
+            Err(_) => Err(ClientError::Deadline {
+                what: call.to_owned(),
+                limit,
+            }),
         }
     }
 

@@ -32,7 +32,7 @@ use crate::{
 /// Limit of one attempt to take a lease up: the daemon keeps it for five seconds.
 const RESUME_LIMIT: Duration = Duration::from_secs(5);
 /// Pause between attempts.
-const RESUME_PAUSE: Duration = Duration::from_millis(50);
+const RESUME_PAUSE: Duration = Duration::from_millis(20);
 
 /// What a manager has of the daemon's, to hand back to a successor.
 pub(crate) trait Possessions: std::fmt::Debug + Send + Sync {
@@ -415,6 +415,11 @@ async fn take_up(
         match attempted {
             Ok(stream) => return Some(stream),
             Err(ClientError::Refused(failure)) if !failure.retryable => {
+                // what was handed to one successor is unknown to the next
+                let answers = client.descriptors(|channel| channel.hello()).await;
+                if answers.ok() != Some(seen) {
+                    continue;
+                }
                 lease.end(&format!("it could not be taken up: {failure}"));
                 return None;
             }

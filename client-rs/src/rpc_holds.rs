@@ -269,14 +269,14 @@ async fn acquire(
     let mut message = message.clone();
     let answer = loop {
         let limit = limit.min(LONGEST) + MARGIN;
-        let answer = client.call("Acquire", limit, |channel| {
-            let message = request(message.clone(), limit);
-            async move {
-                Ok(OffloadClient::new(channel)
-                    .acquire(message)
-                    .await?
-                    .into_inner())
-            }
+        // once: another daemon would find its parts in use
+        let again = message.clone();
+        let answer = client.call_once("Acquire", limit, |channel| async move {
+            let message = request(again, limit);
+            Ok(OffloadClient::new(channel)
+                .acquire(message)
+                .await?
+                .into_inner())
         });
         let error = match answer.await {
             Ok(answer) => break answer,

@@ -8,7 +8,7 @@ use flextensord_device::failpoint;
 use crate::{
     configuration::{self, ConfigurationError, Flags, Key, Settings, Sources, show},
     doctor,
-    lifecycle::{Exit, devices::Drivers, logging, serve},
+    lifecycle::{Exit, devices::Drivers, logging, reap, serve},
 };
 
 /// What each exit status means; part of the help.
@@ -44,6 +44,8 @@ enum Command {
     Serve(Flags),
     /// Print the effective configuration and where each value came from
     CheckConfig(Shown),
+    /// Remove what a daemon kept for a successor that is not to come
+    Reap(Shown),
     /// Look for what on this machine stands in the way, and say what to change
     Doctor(Shown),
 }
@@ -68,6 +70,7 @@ pub fn run_with(arguments: impl Iterator<Item = OsString>, drivers: &Drivers) ->
         Ok(CommandLine { command }) => match command {
             Command::Serve(flags) => daemon(&flags, drivers),
             Command::CheckConfig(shown) => check_config(&shown),
+            Command::Reap(shown) => reap(&shown),
             Command::Doctor(shown) => examine(&shown, drivers),
         },
         Err(error) => {
@@ -121,6 +124,33 @@ fn examine(shown: &Shown, drivers: &Drivers) -> Exit {
     match print(&text) {
         Exit::Ok => report.exit(),
         other => other,
+    }
+}
+
+fn reap(shown: &Shown) -> Exit {
+    // what is left is the same on every device
+    let sources = Sources::of_process(&shown.flags);
+    let settings = configuration::collect(&sources).and_then(|mut layer| {
+        layer.assume(Key::Device, "cpu");
+        Settings::new(&layer, &sources)
+    });
+    let settings = match settings {
+        Ok(settings) => settings,
+        Err(error) => return refuse(&error),
+    };
+    match reap::reap(&settings) {
+        Ok(reaped) if shown.json => print(&format!(
+            "{:#}\n",
+            serde_json::json!({ "segments": reaped.segments, "managers": reaped.managers })
+        )),
+        Ok(reaped) => print(&format!(
+            "removed {} segments and {} managers\n",
+            reaped.segments, reaped.managers
+        )),
+        Err(error) => {
+            complain(&error);
+            error.exit()
+        }
     }
 }
 

@@ -31,6 +31,23 @@ pub enum DeviceError {
         /// Bytes in all.
         total: u64,
     },
+    /// The driver has no memory for it, whatever it counts as free: what is free may lie in
+    /// pieces, or go to another process in between.
+    #[error(
+        "device {device} refuses {wanted} bytes: {source}; it counts {free} of {total} bytes free"
+    )]
+    Refused {
+        /// The device's name.
+        device: String,
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes free by the driver's count.
+        free: u64,
+        /// Bytes in all.
+        total: u64,
+        /// What the driver said.
+        source: CudaError,
+    },
     /// The memory is of another device.
     #[error("a copy into memory of another device")]
     ForeignMemory,
@@ -69,7 +86,7 @@ impl DeviceError {
     #[must_use]
     pub fn driver(&self) -> Option<&CudaError> {
         match self {
-            Self::Cuda(error) => Some(error),
+            Self::Cuda(error) | Self::Refused { source: error, .. } => Some(error),
             Self::Registration(error) => error.driver(),
             _ => None,
         }
@@ -205,6 +222,12 @@ pub trait Memory: Send + Sync + fmt::Debug {
     /// for its last holder and gives it to nobody else meanwhile.
     fn held_elsewhere(&self) -> Option<bool>;
 
+    /// Whether the driver itself keeps it for its last holder, so that it may be dropped
+    /// here while others map it.
+    fn is_kept_by_driver(&self) -> bool {
+        false
+    }
+
     /// Queues a copy to `offset` behind all copies that were queued before, and then the
     /// publications, in order. Does not wait.
     ///
@@ -253,7 +276,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Allocates `bytes` bytes and writes the label at their begin.
     ///
     /// # Errors
-    /// [`DeviceError::Exhausted`] when there is too little.
+    /// [`DeviceError::Exhausted`] when there is too little, [`DeviceError::Refused`] when a
+    /// driver says so.
     fn allocate(&self, bytes: u64, label: &Label) -> Result<Arc<dyn Memory>, DeviceError>;
 
     /// Takes memory of a dead predecessor back from a client, of `bytes` bytes and labelled
@@ -325,5 +349,10 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// of them.
     fn failed_drops(&self) -> (u64, Vec<String>) {
         (0, Vec::new())
+    }
+
+    /// Bytes of host memory that it could not let go of: they stay mapped for good.
+    fn stuck_bytes(&self) -> u64 {
+        0
     }
 }

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::input::{Acquire, BatchKey, Goal, Input, Layout, Link, Part, Strategy, Use, handover};
+use crate::input::{
+    Acquire, BatchKey, Goal, Input, Layout, Link, Part, Strategy, Use, granularity, handover,
+};
 
 /// Most layers and parts that repetition may make of a description.
 const MOST: usize = 1 << 20;
@@ -214,6 +216,7 @@ impl Description {
                 bytes_per_second: self.link.bytes_per_second,
             },
             handover_s: self.handover_us * 1e-6,
+            granularity: granularity(),
             goal: Goal::Memory {
                 budget: weight_bytes,
             },

@@ -25,6 +25,9 @@ pub struct Input {
     /// the device.
     #[serde(default = "handover")]
     pub handover_s: f64,
+    /// Allocations take whole multiples of this: the ring and each block of residents.
+    #[serde(default = "granularity")]
+    pub granularity: u64,
     /// What the plan is to reach.
     pub goal: Goal,
     /// What is held together.
@@ -96,6 +99,11 @@ pub(crate) fn handover() -> f64 {
     12e-6
 }
 
+/// Allocations of a device that makes them of any size.
+pub(crate) fn granularity() -> u64 {
+    1
+}
+
 /// What the plan is to reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -103,7 +111,7 @@ pub enum Goal {
     /// Memory mode: the least predicted step within `budget` bytes, then the fewest bytes
     /// moved.
     Memory {
-        /// Bytes that may be held: residents, ring and their labels.
+        /// Bytes that may be held: residents, ring and their labels, as allocated.
         budget: u64,
     },
     /// Latency mode: the fewest bytes held with the step within 1 % of compute; memory mode
@@ -218,6 +226,7 @@ impl Input {
             aliases: Vec::new(),
             link: Link::default(),
             handover_s: handover(),
+            granularity: granularity(),
             goal: Goal::Memory { budget },
             acquire: Acquire::default(),
             strategy: Strategy::default(),

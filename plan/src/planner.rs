@@ -88,7 +88,10 @@ fn least(input: &Input, problem: &Problem, residence: &Residence) -> Least {
             streams[part as usize] = layout::allowed(input.layout, problem, part as usize);
         }
         let ring = layout::least(input.layout, problem, &streams);
-        let ring = if ring == 0 { 0 } else { ring + LABEL_BYTES };
+        let ring = match ring {
+            0 => 0,
+            bytes => problem.whole(bytes + LABEL_BYTES),
+        };
         nothing.min(residence.bytes(problem, &streams).saturating_add(ring))
     };
     let (all, small_resident) = (held(true), held(false));
@@ -139,7 +142,7 @@ fn build(
         .sum();
     let ring_bytes = match stream_order.len() {
         0 => 0,
-        _ => found.addresses.capacity + LABEL_BYTES,
+        _ => problem.whole(found.addresses.capacity + LABEL_BYTES),
     };
     Plan {
         places,

@@ -11,6 +11,8 @@ use crate::{
     input::{Acquire, Input},
 };
 
+/// Largest unit of allocations, so that sums stay in range.
+const GRANULARITY: u64 = 1 << 30;
 /// Picoseconds of a second.
 const PER_SECOND: u128 = 1_000_000_000_000;
 /// Longest pass.
@@ -50,6 +52,8 @@ pub(crate) struct Problem {
     pub(crate) single: bool,
     /// How long the link takes for a byte.
     pub(crate) picoseconds_per_byte: f64,
+    /// Allocations take whole multiples of this.
+    granularity: u64,
 }
 
 /// A batch key.
@@ -63,6 +67,18 @@ pub(crate) struct Key {
 }
 
 impl Problem {
+    /// What an allocation of `bytes` bytes takes.
+    pub(crate) fn whole(&self, bytes: u64) -> u64 {
+        bytes
+            .checked_next_multiple_of(self.granularity)
+            .unwrap_or(u64::MAX)
+    }
+
+    /// The largest allocation within `bytes` bytes.
+    pub(crate) fn whole_within(&self, bytes: u64) -> u64 {
+        bytes - bytes % self.granularity
+    }
+
     pub(crate) fn new(input: &Input) -> Result<Self, PlanError> {
         check_sizes(input)?;
         let parts = input.parts.len();
@@ -128,6 +144,7 @@ impl Problem {
             lone,
             single,
             picoseconds_per_byte,
+            granularity: input.granularity,
             bytes,
             taken,
             copy,
@@ -173,6 +190,13 @@ fn check_sizes(input: &Input) -> Result<(), PlanError> {
     let parts = input.parts.len();
     let overflow = || PlanError::Overflow { parts };
     u32::try_from(parts).map_err(|_| overflow())?;
+    if input.granularity == 0 || input.granularity > GRANULARITY {
+        return Err(PlanError::Count {
+            what: "granularity",
+            value: input.granularity,
+            rule: "1 to 1073741824 bytes",
+        });
+    }
     // room for labels and for twice the largest use, so that sums stay in range
     let sum = input
         .parts

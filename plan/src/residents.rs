@@ -36,11 +36,15 @@ impl Residence {
 
     /// Bytes of the blocks when all parts but those that stream are resident.
     pub(crate) fn bytes(&self, problem: &Problem, streams: &[bool]) -> u64 {
-        let mut all = 0;
+        let (mut all, mut open) = (0, 0_u64);
         self.cut(problem, streams, |part, fresh| {
-            all += problem.taken[part as usize] + if fresh { LABEL_BYTES } else { 0 };
+            if fresh {
+                all += problem.whole(open);
+                open = LABEL_BYTES;
+            }
+            open += problem.taken[part as usize];
         });
-        all
+        all + problem.whole(open)
     }
 
     /// The blocks when all parts but those that stream are resident.
@@ -59,6 +63,9 @@ impl Residence {
                 }),
             }
         });
+        for block in &mut blocks {
+            block.bytes = problem.whole(block.bytes);
+        }
         blocks
     }
 

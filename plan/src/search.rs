@@ -194,7 +194,7 @@ impl<'a> Search<'a> {
             return;
         }
         let largest = ring::largest_use(problem, &streams);
-        let least = resident + LABEL_BYTES + largest;
+        let least = resident + problem.whole(LABEL_BYTES + largest);
         let mut room = self.room;
         if let (Aim::Held(_), Some(best)) = (self.aim, &self.best) {
             room = room.min(best.held.saturating_sub(1));
@@ -203,7 +203,8 @@ impl<'a> Search<'a> {
             return;
         }
         let (layout, aim) = (self.layout, self.aim);
-        let room = room - resident - LABEL_BYTES;
+        // a ring up to the last whole unit
+        let room = problem.whole_within(room - resident) - LABEL_BYTES;
         let smallest_first = aim != Aim::Step;
         let mut enough = false;
         layout::places(
@@ -213,7 +214,7 @@ impl<'a> Search<'a> {
             room,
             smallest_first,
             |addresses| {
-                let held = resident + LABEL_BYTES + addresses.capacity;
+                let held = resident + problem.whole(LABEL_BYTES + addresses.capacity);
                 let step = self.judge(strategy, &streams, &sums, held, addresses);
                 enough = match aim {
                     Aim::Step => step <= floor,
@@ -226,7 +227,7 @@ impl<'a> Search<'a> {
             let most = self.best.as_ref().map_or(f64::INFINITY, |best| best.step);
             let step_of = |cycle: &Cycle| weighted(problem, |key| cycle.step(&key.compute));
             if let Some(addresses) = exact::best(problem, &streams, room, most, &step_of) {
-                let held = resident + LABEL_BYTES + addresses.capacity;
+                let held = resident + problem.whole(LABEL_BYTES + addresses.capacity);
                 self.judge(strategy, &streams, &sums, held, addresses);
             }
         }

@@ -212,6 +212,27 @@ proptest! {
 }
 
 #[test]
+fn what_allocations_are_rounded_up_by_counts_against_the_budget() {
+    const UNIT: u64 = 2 << 20;
+    let uses: Vec<Vec<u32>> = (0..24).map(|part| vec![part]).collect();
+    let sizes: Vec<u64> = (0..24).map(|part| (1 << 20) + 70_000 * part).collect();
+    let mut input = Input::of_sizes(&sizes, &uses, 0);
+    input.granularity = UNIT;
+    let Err(PlanError::Infeasible { least, .. }) = plan(&input) else {
+        panic!("a plan without memory")
+    };
+    assert_eq!(least % UNIT, 0);
+    for budget in (least..80 << 20).step_by(777_777) {
+        let found = plan(&within(&input, budget)).unwrap();
+        assert!(found.held_bytes() <= budget, "{budget}");
+        assert_eq!(found.ring_bytes % UNIT, 0);
+        assert!(found.blocks.iter().all(|block| block.bytes % UNIT == 0));
+    }
+    input.granularity = 0;
+    assert!(matches!(plan(&input), Err(PlanError::Count { .. })));
+}
+
+#[test]
 fn plans_of_different_budgets_cut_blocks_at_the_same_places() {
     let uses: Vec<Vec<u32>> = (0..24)
         .map(|layer| vec![2 * layer, 2 * layer + 1])

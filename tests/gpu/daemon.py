@@ -35,9 +35,17 @@ class Daemon:
         command = [str(binaries / "flextensord"), "serve", "--device", device]
         command += ["--runtime-dir", str(self.runtime_dir), "--shm-dir", str(shm)]
         command += ["--drain-grace", "500ms", "--log", "info", *flags]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        if "--on-stop" not in flags:
+            # nobody comes to take over what it would keep
+            command += ["--on-stop", "remove"]
+        self.command = command
+        self.again()
         self.serve_within(START_LIMIT)
+
+    def again(self) -> None:
+        """Starts it, once more after its end, as a supervisor does."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log)
 
     @property
     def pid(self) -> int:
@@ -63,9 +71,17 @@ class Daemon:
 
     def status(self) -> dict:
         """What `flextensorctl status` says."""
-        command = [str(self.binaries / "flextensorctl"), "--runtime-dir", str(self.runtime_dir)]
+        return self.ask("status")
+
+    def pinned_bytes(self) -> int:
+        """Bytes of all weight sets that are pinned."""
+        return sum(each["pinned_bytes"] for each in self.ask("weights")["weight_sets"])
+
+    def ask(self, command: str):
+        """What `flextensorctl` says to that."""
+        tool = [str(self.binaries / "flextensorctl"), "--runtime-dir", str(self.runtime_dir)]
         answer = subprocess.run(
-            [*command, "status", "--json"], capture_output=True, text=True, timeout=30, check=False
+            [*tool, command, "--json"], capture_output=True, text=True, timeout=30, check=False
         )
         if answer.returncode:
             raise DaemonError(answer.stderr.strip() or f"flextensorctl: exit {answer.returncode}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The suites that need a GPU, with binaries that were built elsewhere:
 #
-#   tests/gpu/run.sh --suite contract|correctness|faults|speed
+#   tests/gpu/run.sh --suite contract|correctness|faults|adoption|speed
 #       --bin DIR      flextensord, flextensorctl, device_contract (default: the release folder)
 #       --module PATH  what holds the Python module: a wheel, a folder with one, a folder with the
 #                      package flextensord, or with _native.abi3.so alone

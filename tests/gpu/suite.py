@@ -23,6 +23,7 @@ from report import Result, Skip
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # bytes of memory, and of those in /dev/shm, that the cases of a suite need at the same time
 NEEDS = {
+    "adoption": (34 * machine.GIB, 30 * machine.GIB),
     "contract": (2 * machine.GIB, 1 * machine.GIB),
     "correctness": (10 * machine.GIB, 6 * machine.GIB),
     "faults": (10 * machine.GIB, 6 * machine.GIB),

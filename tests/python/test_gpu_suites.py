@@ -73,7 +73,7 @@ def test_the_model_is_the_workload():
     )
 
 
-@pytest.mark.parametrize("suite", ["contract", "correctness", "faults", "speed"])
+@pytest.mark.parametrize("suite", ["contract", "correctness", "faults", "adoption", "speed"])
 def test_a_machine_without_a_gpu_is_told_so(suite, tmp_path):
     if machine.gpu()[0]:
         pytest.skip("there is a GPU")

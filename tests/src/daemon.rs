@@ -309,6 +309,12 @@ impl Daemon {
         })
     }
 
+    /// Its instance's name.
+    #[must_use]
+    pub fn instance(&self) -> &str {
+        &self.instance
+    }
+
     /// Its process id.
     #[must_use]
     pub fn pid(&self) -> u32 {

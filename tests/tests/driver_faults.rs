@@ -6,10 +6,16 @@ use std::{
     fs,
     path::PathBuf,
     process::Command,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use flextensord_client::{ClientError, LoadOptions, LoadStep, kind::Kind};
+use flextensord_device::cuda::{
+    driver::Driver,
+    fake::{FakeDriver, FakeSettings},
+    gpu,
+};
 use flextensord_tests::{
     checkpoint,
     daemon::{Daemon, FAKE_DRIVER, SOON},
@@ -78,6 +84,20 @@ fn when_a_chunk_is_refused_nothing_of_the_segment_stays() {
     assert_eq!(daemon.status().unwrap().devices[0].failed_drops, 0);
     // only that one call was to fail
     load(&daemon, "m").unwrap();
+}
+
+/// A context that is broken, or a call that is wrong, is no matter of limits.
+#[test]
+fn a_driver_that_fails_while_pinning_is_not_taken_for_a_limit_of_memory() {
+    for code in ["700", "1", "201"] {
+        let daemon = on_fake(&format!(",register_fail=1:{code}"), &[]);
+        let failure = refusal(&daemon, "m");
+        assert_eq!(failure.kind, Kind::Device, "{failure}");
+        assert!(!failure.retryable, "{failure}");
+        assert_eq!(failure.details["code"], code);
+        assert_eq!(failure.details["operation"], "cuMemHostRegister");
+        assert!(!failure.details["remedy"].contains("MEMLOCK"), "{failure}");
+    }
 }
 
 /// Case 2: what is not pinned says so, and its error shows nowhere else.
@@ -191,7 +211,15 @@ fn too_little_device_memory_is_refused_and_ends_nobody() {
     let layers = layers();
     let budget = flextensord_client::Budget::Bytes(8 << 20);
     match manager.register("m", &layers, budget) {
-        Err(ClientError::Refused(failure)) => assert_eq!(failure.kind, Kind::DeviceMemory),
+        Err(ClientError::Refused(failure)) => {
+            assert_eq!(failure.kind, Kind::DeviceMemory);
+            // the driver refuses although it counts enough: both are said
+            assert_eq!(failure.details["operation"], "cuMemCreate");
+            assert_eq!(failure.details["code"], "2");
+            assert_eq!(failure.details["available"], (256 << 20).to_string());
+            let refused = "refuses 2097152 bytes: cuMemCreate failed";
+            assert!(failure.message.contains(refused), "{failure}");
+        }
         other => panic!("{other:?}"),
     }
     std::thread::sleep(Duration::from_millis(600));
@@ -203,6 +231,41 @@ fn too_little_device_memory_is_refused_and_ends_nobody() {
     assert_eq!(status.devices[0].allocated_bytes, 0);
 }
 
+/// Allocations take whole units of the driver: what they are rounded up by is granted too.
+#[test]
+fn a_budget_is_not_overspent_by_the_units_of_the_driver() {
+    let daemon = on_fake("", &[]);
+    load(&daemon, "m").unwrap();
+    for budget in [3_000_000, 4 << 20, 5_500_000, 7_000_001, (12 << 20) + 1] {
+        let mut manager = daemon
+            .client()
+            .unwrap()
+            .open(flextensord_client::OpenOptions::default())
+            .unwrap();
+        let asked = flextensord_client::Budget::Bytes(budget);
+        let least = match manager.register("m", &layers(), asked) {
+            Err(ClientError::Refused(failure)) => {
+                assert_eq!(failure.kind, Kind::BudgetInfeasible, "{failure}");
+                let least: u64 = failure.details["wanted"].parse().unwrap();
+                let enough = flextensord_client::Budget::Bytes(least);
+                manager.register("m", &layers(), enough).unwrap();
+                least
+            }
+            other => other.map(|_| budget).unwrap(),
+        };
+        let status = daemon.status().unwrap();
+        let (held, granted) = (
+            status.devices[0].allocated_bytes,
+            status.managers[0].granted_bytes,
+        );
+        assert!(
+            held <= granted && granted <= least,
+            "{held} {granted} {least}"
+        );
+        manager.close().unwrap();
+    }
+}
+
 /// A driver that will not let go of memory: shown, and nothing else is wrong.
 #[test]
 fn a_segment_that_cannot_be_unpinned_is_shown_and_the_daemon_goes_on() {
@@ -210,12 +273,46 @@ fn a_segment_that_cannot_be_unpinned_is_shown_and_the_daemon_goes_on() {
     load(&daemon, "m").unwrap();
     let client = daemon.client().unwrap();
     client.drop_weight_set("m").unwrap();
-    let device = daemon.status().unwrap().devices.remove(0);
+    let status = daemon.status().unwrap();
+    let (device, host) = (&status.devices[0], status.host.clone().unwrap());
     assert_eq!(device.failed_drops, 1);
     assert!(device.failed_drop_reasons[0].contains("999"), "{device:?}");
+    // its pages stay taken, in the books too
+    let stuck = host.stuck_bytes;
+    assert!((10 << 20..11 << 20).contains(&stuck), "{host:?}");
+    assert_eq!(host.segment_bytes, 0);
+    let told = |arguments: &[&str]| {
+        let output = daemon.ctl(arguments).unwrap().output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = told(&["status"]);
+    let lines = ["FREE", "1 resources could not be given back", "(999)"];
+    for line in lines.into_iter().chain(["stuck: "]) {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&told(&["--json", "status"])).unwrap();
+    assert_eq!(json["host"]["stuck_bytes"], stuck);
+    assert_eq!(json["host"]["degraded"], false);
+    assert_eq!(json["devices"][0]["failed_drops"], 1);
+    assert_eq!(json["devices"][0]["failure"], "");
+    assert_eq!(json["devices"][0]["free_bytes"], device.free_bytes);
+    let dump = told(&["dump"]);
+    for field in ["failed_drop_reasons", "free_bytes", "stuck_bytes"] {
+        assert!(dump.contains(field), "{field}: {dump}");
+    }
     load(&daemon, "m").unwrap();
     client.drop_weight_set("m").unwrap();
     assert_eq!(daemon.status().unwrap().devices[0].failed_drops, 1);
+}
+
+/// Bytes that no set has and that stay taken leave less room for the next one.
+#[test]
+fn what_cannot_be_unpinned_counts_against_the_host_budget() {
+    let flags = ["--host-memory", "15MiB"];
+    let daemon = on_fake(",unregister_fail=1:999", &flags);
+    load(&daemon, "m").unwrap();
+    daemon.client().unwrap().drop_weight_set("m").unwrap();
+    assert_eq!(refusal(&daemon, "n").kind, Kind::HostMemory);
 }
 
 /// No GPU: said with what was tried, and no other device in its place.
@@ -250,6 +347,16 @@ fn a_daemon_asked_for_a_gpu_that_is_not_there_does_not_start() {
     let (code, text) = run("cuda", Some(unfit));
     assert_eq!(code, Some(69), "{text}");
     assert!(text.contains("64-bit stream memory operations"), "{text}");
+    let driver: Arc<dyn Driver> = FakeDriver::new(FakeSettings::default());
+    let uuid = gpu::find(driver.as_ref(), "cuda:0").unwrap().uuid;
+    let mig = uuid.replace("GPU-", "MIG-");
+    for twice in ["cuda:00", &uuid, &mig] {
+        let names = format!("cuda:0,{twice}");
+        let (code, text) = run(&names, Some("gpus=2,memory=64MiB"));
+        assert_eq!(code, Some(78), "{text}");
+        let both = format!("cuda:0 and {twice} name the same GPU");
+        assert!(text.contains(&both), "{text}");
+    }
     let exclusive = "gpus=1,memory=64MiB,attribute.ComputeMode=3";
     let (code, text) = run("cuda", Some(exclusive));
     assert_eq!(code, Some(69), "{text}");

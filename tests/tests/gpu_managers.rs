@@ -8,8 +8,8 @@ use std::{
 };
 
 use flextensord_client::{
-    Budget, CallerStream, ClientError, ConnectOptions, Driver, LayerSpec, LoadOptions, OpenOptions,
-    blocking,
+    Budget, CallerStream, ClientError, ConnectOptions, Driver, LayerSpec, LeaseState, LoadOptions,
+    OpenOptions, blocking,
 };
 use flextensord_device::cuda::{
     context::Context,
@@ -38,7 +38,11 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        let daemon = Daemon::start_on_fake("gpus=1,memory=256MiB", &[]).unwrap();
+        Self::with(&[], Duration::from_secs(2))
+    }
+
+    fn with(flags: &[&str], patience: Duration) -> Self {
+        let daemon = Daemon::start_on_fake("gpus=1,memory=256MiB", flags).unwrap();
         let tensors = checkpoint::layered(20, 2, 256 << 10);
         let path = daemon.scratch().join("m.safetensors");
         checkpoint::write(&path, &tensors).unwrap();
@@ -46,7 +50,7 @@ impl Scene {
         driver.faults().refuse_import_twice(Some(1));
         let client = blocking::Client::connect(ConnectOptions {
             driver: Some(driver.clone()),
-            patience: Duration::from_secs(2),
+            patience,
             ..options(&daemon.socket())
         })
         .unwrap();
@@ -193,6 +197,80 @@ fn a_killed_daemon_without_a_successor_lets_no_kernel_read_what_is_not_there() {
         "{error}"
     );
     assert!(error.to_string().contains("restart the process"), "{error}");
+}
+
+#[test]
+fn a_killed_daemon_with_a_successor_costs_no_byte_and_no_error() {
+    let mut scene = Scene::with(&["--on-stop", "keep"], PATIENCE);
+    let managers = [scene.open("a"), scene.open("b")];
+    let allocated = || scene.daemon.status().unwrap().devices[0].allocated_bytes;
+    let before = allocated();
+    let log: Arc<Mutex<Vec<&str>>> = Arc::default();
+    for manager in &managers {
+        scene.pass(manager, &log);
+    }
+    for _ in 0..3 {
+        scene.daemon.crash().unwrap();
+        // queued while nobody serves
+        for manager in &managers {
+            scene.pass(manager, &log);
+        }
+        scene.daemon.restart().unwrap();
+    }
+    let stream = StreamHandle(scene.stream().raw());
+    assert!(scene.driver.settle(stream, PATIENCE).unwrap());
+    assert_eq!(*log.lock().unwrap(), vec!["right"; 4 * 2 * 40]);
+    for manager in &managers {
+        let live = || (manager.lease_state() == LeaseState::Live).then_some(());
+        eventually("the lease is taken up", PATIENCE, live).unwrap();
+    }
+    let status = scene.daemon.status().unwrap();
+    assert_eq!(status.devices[0].allocated_bytes, before);
+    let pinned = || {
+        let host = scene.daemon.status().ok()?.host?;
+        (host.pinned_bytes > 0 && !host.degraded).then_some(())
+    };
+    eventually("what was taken over is pinned", PATIENCE, pinned).unwrap();
+    for manager in managers {
+        manager.close().unwrap();
+    }
+    let empty = || {
+        let status = scene.daemon.status().ok()?;
+        (status.devices[0].allocated_bytes == 0).then_some(())
+    };
+    eventually("its memory is back", PATIENCE, empty).unwrap();
+}
+
+#[test]
+fn memory_that_a_client_keeps_over_the_end_of_its_lease_is_counted_until_it_lets_go() {
+    let scene = Scene::new();
+    let device = || scene.daemon.status().unwrap().devices.remove(0);
+    let total = device().total_bytes;
+    let manager = scene.open("a");
+    let held = device().allocated_bytes;
+    assert!(held > 0 && device().reclaiming_bytes == 0);
+    let mut terminate = scene.daemon.ctl(&["terminate", "a"]).unwrap();
+    assert!(terminate.output().unwrap().status.success());
+    let counted = || {
+        let device = device();
+        (device.allocated_bytes == 0 && device.reclaiming_bytes == held).then_some(())
+    };
+    eventually("it is counted", PATIENCE, counted).unwrap();
+    assert_eq!(device().free_bytes, total - held);
+    // others go on beside it
+    let mut next = scene.client.open(OpenOptions::default()).unwrap();
+    assert!(
+        next.register("m", &scene.layers, Budget::Bytes(6 << 20))
+            .is_ok()
+    );
+    next.close().unwrap();
+    assert_eq!(device().reclaiming_bytes, held);
+    drop(manager);
+    let back = || {
+        let device = device();
+        (device.reclaiming_bytes == 0 && device.free_bytes == total).then_some(())
+    };
+    eventually("it is back", PATIENCE, back).unwrap();
 }
 
 /// Case 15: a client that cannot map the daemon's memory, as in a container without the GPU.

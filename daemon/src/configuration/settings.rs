@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
+use flextensord_device::cuda::gpu;
+
 use super::{
     Sources, environment,
     error::ConfigurationError,
@@ -239,13 +241,21 @@ fn gpus(list: &str) -> Result<DeviceKind, String> {
             .any(|prefix| name.starts_with(prefix));
         uuid || matches!(number, Some(Ok(_)))
     };
-    match names.iter().find(|name| !named(name)) {
-        Some(_) => Err(
+    if !names.iter().all(named) {
+        return Err(
             "must be cpu, cuda for all GPUs, or a list of cuda:N and UUIDs (GPU-…, MIG-…)"
                 .to_owned(),
-        ),
-        None => Ok(DeviceKind::Cuda(names)),
+        );
     }
+    for (at, second) in names.iter().enumerate() {
+        let mut earlier = names.iter().take(at);
+        if let Some(first) = earlier.find(|first| gpu::is_same_name(first, second)) {
+            return Err(format!(
+                "{first} and {second} name the same GPU: name it once"
+            ));
+        }
+    }
+    Ok(DeviceKind::Cuda(names))
 }
 
 fn pinned_memory(layer: &Layer, device: &DeviceKind) -> Result<Option<bool>, ConfigurationError> {

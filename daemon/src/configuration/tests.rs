@@ -128,6 +128,10 @@ fn the_device_has_no_default_and_a_list_of_gpus_is_checked_by_name() {
         let machine = Machine::new().flag(|flags| flags.device = Some(text.into()));
         assert!(machine.refusal().contains("cuda for all GPUs"), "{text}");
     }
+    for text in ["cuda:0,cuda:00", "cuda:1, cuda:1", "GPU-0a,MIG-0A"] {
+        let machine = Machine::new().flag(|flags| flags.device = Some(text.into()));
+        assert!(machine.refusal().contains("name the same GPU"), "{text}");
+    }
     let device = |text: &str| {
         let machine = Machine::new().flag(|flags| flags.device = Some(text.into()));
         machine.load().unwrap().device

@@ -222,7 +222,7 @@ fn trial_remedy(failure: &TrialFailure) -> String {
         Step::Context if failure.code == Some(code::OUT_OF_MEMORY) => {
             "other processes hold the GPU's memory: see nvidia-smi"
         }
-        Step::Context | Step::Memory => {
+        Step::Context | Step::Memory | Step::Pinning => {
             "see nvidia-smi for the state of the GPU, and the kernel's log for Xid"
         }
         Step::Sharing => {
@@ -232,7 +232,6 @@ fn trial_remedy(failure: &TrialFailure) -> String {
              the driver from being passed"
         }
         Step::HostMemory => "give the daemon room for shared memory: see host memory above",
-        Step::Pinning => PINNING,
         Step::HandOver => {
             "the GPU does not do what a stream asks: look for Xid in the kernel's log, and update \
              the driver"

@@ -103,7 +103,20 @@ fn look(
         // others are left alone: somebody else may work on them
         names => Ok(names
             .iter()
-            .map(|name| gpu::find(driver.as_ref(), name))
+            .enumerate()
+            .map(|(at, name)| {
+                // a GPU is tried once, and its second name is refused
+                let twice = |earlier: &String| {
+                    let both = [earlier.clone(), name.clone()];
+                    gpu::choose(driver.as_ref(), &both)
+                        .err()
+                        .filter(|error| matches!(error, CudaError::Twice { .. }))
+                };
+                match names.iter().take(at).find_map(twice) {
+                    Some(error) => Err(error),
+                    None => gpu::find(driver.as_ref(), name),
+                }
+            })
             .collect()),
     };
     let gpus = found.map(|gpus| {
@@ -180,8 +193,12 @@ fn at(step: Step) -> impl FnOnce(DeviceError) -> TrialFailure {
         TrialFailure {
             step: if export { Step::Sharing } else { step },
             code: error.driver().and_then(CudaError::code),
-            pinning: matches!(error, DeviceError::Registration(_)),
-            exhausted: matches!(error, DeviceError::Exhausted { .. }),
+            pinning: matches!(&error, DeviceError::Registration(refused)
+                if refused.driver().is_some_and(CudaError::refuses_pinning)),
+            exhausted: matches!(
+                error,
+                DeviceError::Exhausted { .. } | DeviceError::Refused { .. }
+            ),
             error: error.to_string(),
         }
     }

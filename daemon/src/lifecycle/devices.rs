@@ -75,11 +75,7 @@ fn gpus(
     let driver_error = |error: CudaError| unusable(error.into());
     let found = match names {
         [] => gpu::list(driver.as_ref()).map_err(driver_error)?,
-        names => names
-            .iter()
-            .map(|name| gpu::find(driver.as_ref(), name))
-            .collect::<Result<_, _>>()
-            .map_err(driver_error)?,
+        names => gpu::choose(driver.as_ref(), names).map_err(driver_error)?,
     };
     if found.is_empty() || found.len() > NOTICE_ENGINE_LIMIT {
         return Err(driver_error(CudaError::NoGpu {

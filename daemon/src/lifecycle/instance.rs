@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::OwnedFd, path::PathBuf};
 
-use flextensord_device::device::DeviceError;
+use flextensord_device::{cuda::error::CudaError, device::DeviceError};
 use tokio::net::UnixListener;
 
 use super::{
@@ -99,6 +99,10 @@ impl StartError {
             | Self::Lock(LockError::Kernel { source, .. })
             | Self::Socket(SocketError::Kernel { source, .. })
             | Self::Generation(GenerationError::Kernel { source, .. }) => of_kernel(source),
+            // no restart changes what two names stand for
+            Self::Device {
+                source: DeviceError::Cuda(CudaError::Twice { .. }),
+            } => Exit::Configuration,
             Self::Device { .. } => Exit::Unavailable,
             Self::Setup { .. } => Exit::Internal,
         }

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, Read as _, Write as _},
+    io::{self, Read as _, Seek as _, Write as _},
     os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
@@ -44,6 +44,7 @@ fn holder(pid: Option<u32>) -> String {
 pub struct InstanceLock {
     file: Flock<File>,
     path: PathBuf,
+    predecessor: Option<u32>,
 }
 
 impl InstanceLock {
@@ -67,6 +68,8 @@ impl InstanceLock {
                 .custom_flags(OFlag::O_NOFOLLOW.bits())
                 .open(path)
                 .map_err(kernel)?;
+            // whoever held it before; read while nobody writes it anew
+            let mut reader = file.try_clone().map_err(kernel)?;
             let lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => lock,
                 Err((refused, Errno::EWOULDBLOCK)) => {
@@ -80,6 +83,7 @@ impl InstanceLock {
             let taken = Self {
                 file: lock,
                 path: path.to_owned(),
+                predecessor: read_holder(&mut reader),
             };
             // somebody may have replaced the file between open and lock
             if taken.is_in_place() {
@@ -87,6 +91,13 @@ impl InstanceLock {
                 return Ok(taken);
             }
         }
+    }
+
+    /// The process that held the instance before, if it wrote itself down. The kernel takes
+    /// the lock back before it has closed all that a dying process had open, a GPU among it.
+    #[must_use]
+    pub fn predecessor(&self) -> Option<u32> {
+        self.predecessor
     }
 
     /// Whether the file that is locked is the one that others would try to lock.
@@ -103,6 +114,7 @@ impl InstanceLock {
         let pid = std::process::id();
         let started = start_time(pid).unwrap_or(0);
         self.file.set_len(0)?;
+        (&*self.file).rewind()?;
         (&*self.file).write_all(format!("{pid} {started}\n").as_bytes())
     }
 }
@@ -133,9 +145,13 @@ mod tests {
         let pid = std::process::id();
         assert!(matches!(refusal, LockError::Held { pid: Some(found), .. } if found == pid));
         assert!(refusal.to_string().contains(&format!("process {pid}")));
+        assert_eq!(first.predecessor(), None);
         drop(first);
         assert!(path.exists());
-        InstanceLock::take(&path).unwrap();
+        let second = InstanceLock::take(&path).unwrap();
+        assert_eq!(second.predecessor(), Some(pid));
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with(&format!("{pid} ")), "{text:?}");
     }
 
     #[test]

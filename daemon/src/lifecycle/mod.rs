@@ -20,6 +20,8 @@ pub mod instance;
 pub mod lock;
 pub mod logging;
 pub mod panic;
+mod predecessor;
+pub mod reap;
 mod rooms;
 pub mod serve;
 pub mod socket;

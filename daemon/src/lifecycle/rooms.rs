@@ -23,6 +23,7 @@ use super::{
     Instance, Life,
     devices::{self, Drivers},
     instance::StartError,
+    predecessor,
 };
 use crate::{
     admission::Room,
@@ -107,6 +108,9 @@ impl Rooms {
             state,
             on_end,
         );
+        if managers.has_left_rings(&["cuda"]) {
+            predecessor::let_come_to_rest(instance.lock.predecessor());
+        }
         let waiting = managers
             .restore(settings.client_patience)
             .map_err(|error| StartError::setup("take over what a dead daemon left", error))?;
@@ -239,11 +243,36 @@ impl Rooms {
     }
 }
 
+/// Logs each resource that a device could not give back, once; `logged` counts them.
+fn warn_of_drops(device: &dyn Device, logged: &mut u64) {
+    let (count, reasons) = device.failed_drops();
+    let name = &device.info().name;
+    for number in *logged..count {
+        let reason = usize::try_from(number)
+            .ok()
+            .and_then(|number| reasons.get(number));
+        match reason {
+            Some(reason) => tracing::warn!(device = name, reason, "a resource is not given back"),
+            None => {
+                let more = count - number;
+                tracing::warn!(device = name, more, "more resources are not given back");
+                break;
+            }
+        }
+    }
+    *logged = count;
+}
+
 /// Tells how the first device failed; ends when nobody listens any more.
 fn watch_devices(devices: &[Weak<ManagedDevice>], tell: oneshot::Sender<String>) {
+    let mut logged = vec![0; devices.len()];
     while !tell.is_closed() {
         thread::sleep(HEALTH);
-        for device in devices.iter().filter_map(Weak::upgrade) {
+        for (device, logged) in devices.iter().zip(&mut logged) {
+            let Some(device) = device.upgrade() else {
+                continue;
+            };
+            warn_of_drops(device.memory.device().as_ref(), logged);
             if let Some(failure) = device.memory.device().failure() {
                 let name = &device.info().name;
                 // whoever listened may be gone by now

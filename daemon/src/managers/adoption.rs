@@ -68,6 +68,20 @@ pub struct HandedBack {
 }
 
 impl Managers {
+    /// Whether a dead daemon left rings on devices of one of `kinds`, by its records.
+    #[must_use]
+    pub fn has_left_rings(&self, kinds: &[&str]) -> bool {
+        let is_there = |uuid: &str| {
+            let mut devices = self.devices().iter().map(|device| device.info());
+            devices.any(|info| info.uuid == uuid && kinds.contains(&info.kind))
+        };
+        let files = self.state().list().unwrap_or_default();
+        let records = files.iter().filter(|file| record::is_record(file));
+        records
+            .filter_map(|file| self.state().read::<ManagerRecord>(file).ok().flatten())
+            .any(|record| is_there(&record.device) && !record.plans.is_empty())
+    }
+
     /// Finds the managers that a dead daemon left; the records of those that cannot be taken
     /// up, because their owners or weight sets are gone, are removed. Before anything is
     /// served. Returns how many wait for their owners.
@@ -178,9 +192,14 @@ impl Managers {
         let secret: Token = token.try_into().map_err(|_| ManagerError::LeaseLost)?;
         let digest = record::token_digest(token);
         let mut names = self.names();
-        let of_user = |orphan: &Orphan| orphan.record.uid == peer.uid;
-        if !names.orphans.get(&digest).is_some_and(of_user) {
-            return Err(ManagerError::LeaseLost);
+        match names.orphans.get(&digest) {
+            Some(orphan) if orphan.record.uid == peer.uid => {
+                // it did not know yet that it speaks to a successor
+                if !orphan.record.plans.is_empty() && handed.controls.is_empty() {
+                    return Err(ManagerError::Recovering);
+                }
+            }
+            _ => return Err(ManagerError::LeaseLost),
         }
         let Some(orphan) = names.orphans.remove(&digest) else {
             return Err(ManagerError::LeaseLost);

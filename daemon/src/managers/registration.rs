@@ -221,6 +221,7 @@ fn planner_input(manager: &Manager, structure: &Structure) -> Input {
         .map(|layer| layer.parts.clone())
         .collect();
     let mut input = Input::of_sizes(&sizes, &uses, 0);
+    input.granularity = manager.device.memory.device().granularity();
     if let Some(limit) = manager.device.info().link_limit {
         input.link.bytes_per_second = limit.max(1);
     }
@@ -412,7 +413,12 @@ fn retire(manager: &Manager, model: &Model) {
             .and_then(|process| process.try_clone().ok())
     };
     if let Some(ring) = &model.ring {
-        memory.retire_memory(Arc::clone(&ring.memory), owner());
+        memory.retire_memory(Arc::clone(&ring.memory), owner().into_iter().collect());
+    }
+    for block in &model.blocks {
+        if let Some(owner) = owner() {
+            block.note_owner(owner);
+        }
     }
     memory.retire_control(Arc::clone(&model.control), owner());
 }

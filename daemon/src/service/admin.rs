@@ -118,6 +118,7 @@ impl AdminService {
             budget_limited_by: figures.budget_limited_by,
             segment_bytes: figures.segment_bytes,
             reserved_bytes: figures.reserved_bytes,
+            stuck_bytes: figures.stuck_bytes,
             shm_dir: figures.shm_dir.display().to_string(),
             shm_free_bytes: figures.shm_free_bytes,
         }

@@ -91,6 +91,8 @@ fn everything_else(service: &AdminService, peer: Peer, records: &mut Vec<DumpRec
                 "budget_bytes": host.budget_bytes, "limited_by": host.budget_limited_by,
                 "segment_bytes": host.segment_bytes, "reserved_bytes": host.reserved_bytes,
                 "shm_dir": host.shm_dir, "shm_free_bytes": host.shm_free_bytes,
+                "pinned_bytes": host.pinned_bytes, "degraded": host.degraded,
+                "stuck_bytes": host.stuck_bytes,
             },
         }),
     ));
@@ -108,6 +110,9 @@ fn everything_else(service: &AdminService, peer: Peer, records: &mut Vec<DumpRec
                 "queued_bytes": status.queued_bytes, "engine_asleep": status.engine_asleep,
                 "streamed_bytes": moved.streamed_bytes,
                 "failed_publications": device.memory.device().failed_publications(),
+                "free_bytes": status.free_bytes, "numa_node": status.numa_node,
+                "failure": status.failure, "failed_drops": status.failed_drops,
+                "failed_drop_reasons": status.failed_drop_reasons,
             }),
         ));
     }
@@ -122,7 +127,7 @@ fn everything_else(service: &AdminService, peer: Peer, records: &mut Vec<DumpRec
                 "logical_bytes": message.logical_bytes, "segment_bytes": message.segment_bytes,
                 "pinned_bytes": message.pinned_bytes, "attached_by": message.attached_by,
                 "shared": message.shared, "owner_uid": message.owner_uid,
-                "unlinked": message.unlinked,
+                "unlinked": message.unlinked, "degraded": message.degraded,
             }),
         ));
         let tensors = set.manifest().tensors().iter().map(|tensor| {

@@ -2,7 +2,7 @@
 //! and given back only when its last holder is gone.
 
 use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
+    Arc, Mutex, MutexGuard, PoisonError, Weak,
     atomic::{AtomicU64, Ordering::SeqCst},
 };
 
@@ -19,7 +19,7 @@ pub enum MemoryError {
     /// Too little is free.
     #[error(
         "device {device} has {available} of {total} bytes free, {wanted} are wanted; \
-         {reclaiming} bytes of ended leases are still mapped by their processes"
+         {reclaiming} bytes of ended leases are still held by their processes"
     )]
     Exhausted {
         /// The device.
@@ -81,6 +81,31 @@ impl Retired {
     }
 }
 
+/// Memory of ended leases that is given back here, and that the driver keeps while their
+/// owners hold it. Nothing tells who does: what is used and not ours grows when we let go
+/// of memory that somebody else holds, and that is at most what the owners had.
+#[derive(Debug, Default)]
+struct Outside {
+    /// Bytes in use that were not ours before the first of `left` was retired.
+    before: u64,
+    left: Vec<Left>,
+}
+
+/// An allocation that owners of ended leases may hold.
+#[derive(Debug)]
+struct Left {
+    memory: Weak<dyn Memory>,
+    bytes: u64,
+    owners: Vec<Process>,
+}
+
+impl Left {
+    /// Whether it is given back here, and so can only be used by others.
+    fn is_given_back(&self) -> bool {
+        self.memory.strong_count() == 0
+    }
+}
+
 /// The memory of one device.
 #[derive(Debug)]
 pub struct DeviceMemory {
@@ -88,6 +113,7 @@ pub struct DeviceMemory {
     device: Arc<dyn Device>,
     reserved: Mutex<u64>,
     retired: Mutex<Vec<Retired>>,
+    outside: Mutex<Outside>,
     /// Told when something is retired.
     to_reclaim: Arc<Notify>,
     next_allocation: AtomicU64,
@@ -109,6 +135,7 @@ impl DeviceMemory {
             device,
             reserved: Mutex::new(0),
             retired: Mutex::default(),
+            outside: Mutex::default(),
             to_reclaim,
             next_allocation: AtomicU64::new(generation << 32 | 1),
         })
@@ -144,13 +171,38 @@ impl DeviceMemory {
         *self.reserved()
     }
 
-    /// Bytes of ended leases that some process still maps.
+    /// Bytes of ended leases that some process still holds.
     #[must_use]
     pub fn reclaiming_bytes(&self) -> u64 {
-        self.retired()
-            .iter()
-            .map(|retired| retired.remains.bytes())
-            .sum()
+        let retired = self.retired();
+        let kept: u64 = retired.iter().map(|retired| retired.remains.bytes()).sum();
+        drop(retired);
+        kept.saturating_add(self.held_outside())
+    }
+
+    /// Bytes of ended leases that are given back here and that their owners still hold.
+    fn held_outside(&self) -> u64 {
+        let outside = self.outside();
+        if outside.left.is_empty() {
+            return 0;
+        }
+        let gone = outside.left.iter().filter(|left| left.is_given_back());
+        let most = gone.map(|left| left.bytes).sum();
+        self.used_by_others()
+            .saturating_sub(outside.before)
+            .min(most)
+    }
+
+    /// Bytes in use that this daemon has not allocated.
+    fn used_by_others(&self) -> u64 {
+        // an allocation in the middle of being made would count as another's
+        let _reserved = self.reserved();
+        let used = self
+            .device
+            .info()
+            .total_bytes
+            .saturating_sub(self.device.free_bytes());
+        used.saturating_sub(self.device.allocated_bytes())
     }
 
     /// Reserves `bytes`: nobody else is granted them until the reservation is dropped.
@@ -178,12 +230,49 @@ impl DeviceMemory {
         })
     }
 
-    /// Takes memory of an ended lease: it is freed once no process can read it.
-    pub fn retire_memory(&self, memory: Arc<dyn Memory>, owner: Option<Process>) {
+    /// Takes memory of ended leases: it is freed once no process can read it. Where the
+    /// driver sees to that, it is freed now, and counted while `owners` may hold it.
+    pub fn retire_memory(&self, memory: Arc<dyn Memory>, mut owners: Vec<Process>) {
+        if memory.is_kept_by_driver() {
+            owners.retain(|owner| !owner.has_exited());
+            if !owners.is_empty() {
+                self.leave(&memory, owners);
+            }
+            return;
+        }
         self.retire(Retired {
             remains: Remains::Memory(memory),
-            owner,
+            owner: owners.pop(),
         });
+    }
+
+    /// Counts memory that `owners` may hold when it is given back here.
+    fn leave(&self, memory: &Arc<dyn Memory>, owners: Vec<Process>) {
+        let mut outside = self.outside();
+        if outside.left.is_empty() {
+            outside.before = self.used_by_others();
+        }
+        outside.left.push(Left {
+            memory: Arc::downgrade(memory),
+            bytes: memory.bytes(),
+            owners,
+        });
+        drop(outside);
+        self.to_reclaim.notify_one();
+    }
+
+    /// Forgets memory whose owners are gone, or that has come back.
+    fn forget_returned(&self) {
+        let mut outside = self.outside();
+        outside
+            .left
+            .retain(|left| !left.owners.iter().all(Process::has_exited));
+        if !outside.left.is_empty()
+            && outside.left.iter().all(Left::is_given_back)
+            && self.used_by_others() <= outside.before
+        {
+            outside.left.clear();
+        }
     }
 
     /// Takes the control page of an ended lease, as [`DeviceMemory::retire_memory`].
@@ -197,11 +286,12 @@ impl DeviceMemory {
     /// Whether memory or pages of ended leases wait for their last holder.
     #[must_use]
     pub fn reclaiming(&self) -> bool {
-        !self.retired().is_empty()
+        !self.retired().is_empty() || !self.outside().left.is_empty()
     }
 
     /// Frees what no process holds any more.
     pub fn sweep(&self) {
+        self.forget_returned();
         let mut retired = self.retired();
         let (free, held) = retired.drain(..).partition(Retired::is_free);
         *retired = held;
@@ -220,6 +310,10 @@ impl DeviceMemory {
 
     fn reserved(&self) -> MutexGuard<'_, u64> {
         self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn outside(&self) -> MutexGuard<'_, Outside> {
+        self.outside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn retired(&self) -> MutexGuard<'_, Vec<Retired>> {
@@ -329,7 +423,7 @@ mod tests {
         let memory = memory(100_000);
         let allocation = memory.reserve(60_000).unwrap().allocate(60_000).unwrap();
         let held = allocation.memory.export().unwrap();
-        memory.retire_memory(allocation.memory, None);
+        memory.retire_memory(allocation.memory, Vec::new());
         assert_eq!(memory.reclaiming_bytes(), 60_000);
         let error = memory.reserve(50_000).unwrap_err();
         assert!(matches!(

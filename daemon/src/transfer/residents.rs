@@ -9,7 +9,10 @@ use std::{
 };
 
 use super::memory::{Allocation, DeviceMemory, MemoryError, Reservation};
-use flextensord_device::device::{Source, Ticket};
+use flextensord_device::{
+    device::{Source, Ticket},
+    process::Process,
+};
 
 /// Most bytes of a block's filling that are queued at a time, so that it takes turns
 /// with the rings.
@@ -50,9 +53,23 @@ pub struct BlockKey {
 pub struct Block {
     memory: Arc<DeviceMemory>,
     allocation: Allocation,
+    /// Owners of ended leases that had it.
+    owners: Mutex<Vec<Process>>,
 }
 
 impl Block {
+    /// Notes the owner of an ended lease, who may hold it after its last user is gone.
+    pub fn note_owner(&self, owner: Process) {
+        let mut owners = self.owners();
+        // whoever is gone holds nothing, and a block may outlive many leases
+        owners.retain(|owner| !owner.has_exited());
+        owners.push(owner);
+    }
+
+    fn owners(&self) -> MutexGuard<'_, Vec<Process>> {
+        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Its memory and label.
     #[must_use]
     pub fn allocation(&self) -> &Allocation {
@@ -63,8 +80,9 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         // clients may still map it; nobody overwrites it meanwhile
+        let owners = std::mem::take(&mut *self.owners());
         self.memory
-            .retire_memory(Arc::clone(&self.allocation.memory), None);
+            .retire_memory(Arc::clone(&self.allocation.memory), owners);
     }
 }
 
@@ -273,6 +291,7 @@ impl Residents {
         let block = Block {
             memory: Arc::clone(&self.memory),
             allocation,
+            owners: Mutex::default(),
         };
         self.fill(request, &block.allocation)?;
         Ok(Arc::new(block))
@@ -328,6 +347,7 @@ impl Residents {
         let block = Arc::new(Block {
             memory: Arc::clone(&self.memory),
             allocation: take()?,
+            owners: Mutex::default(),
         });
         adopted.retain(|_, block| block.strong_count() > 0);
         adopted.insert(allocation, Arc::downgrade(&block));

@@ -29,7 +29,7 @@ use super::{
 
 /// Bytes that are populated and pinned at a time, so that the first parts of a set can be
 /// copied at full speed before the last are pinned.
-const CHUNK: u64 = 256 << 20;
+const CHUNK: u64 = 64 << 20;
 
 impl WeightStore {
     /// Takes over every set that its state file, its segment and, with `verify`, the digest

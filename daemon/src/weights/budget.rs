@@ -56,8 +56,19 @@ pub struct Budget {
     configured: Option<u64>,
     host: HostMemory,
     taken: Mutex<Taken>,
+    /// Bytes that stay taken although no set has them.
+    stuck: Stuck,
     /// What the last question was answered, for questions that come at once again.
     last: Mutex<Option<(Instant, Figures)>>,
+}
+
+/// Tells the bytes of segments whose sets are gone and whose memory is not.
+struct Stuck(Box<dyn Fn() -> u64 + Send + Sync>);
+
+impl fmt::Debug for Stuck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Stuck")
+    }
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -88,15 +99,28 @@ pub struct Figures {
     pub building: u64,
     /// Those of them that are not taken from the kernel yet.
     pub pending: u64,
+    /// Bytes of segments whose sets are gone, and which the driver does not let go of.
+    pub stuck: u64,
 }
 
 impl Budget {
     /// A budget of at most `configured` bytes on `host`.
     #[must_use]
     pub fn new(configured: Option<u64>, host: HostMemory) -> Arc<Self> {
+        Self::beside(configured, host, Box::new(|| 0))
+    }
+
+    /// As [`Budget::new`], beside the bytes that `stuck` tells of: they stay taken.
+    #[must_use]
+    pub fn beside(
+        configured: Option<u64>,
+        host: HostMemory,
+        stuck: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             configured,
             host,
+            stuck: Stuck(stuck),
             taken: Mutex::default(),
             last: Mutex::default(),
         })
@@ -147,8 +171,12 @@ impl Budget {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((at, figures)) = last.as_ref()
             && at.elapsed() < FRESH
-            && (figures.live, figures.building, figures.pending)
-                == (taken.live, taken.building, taken.pending)
+            && (
+                figures.live,
+                figures.building,
+                figures.pending,
+                figures.stuck,
+            ) == (taken.live, taken.building, taken.pending, (self.stuck.0)())
         {
             return figures.clone();
         }
@@ -164,7 +192,11 @@ impl Budget {
     }
 
     fn figures_of(&self, taken: Taken) -> Figures {
-        let ours = taken.live.saturating_add(taken.building);
+        let stuck = (self.stuck.0)();
+        let ours = taken
+            .live
+            .saturating_add(taken.building)
+            .saturating_add(stuck);
         let mut limits = vec![(
             u64::MAX - ours,
             "address space (no other limit is known)".to_owned(),
@@ -191,6 +223,7 @@ impl Budget {
             live: taken.live,
             building: taken.building,
             pending: taken.pending,
+            stuck,
         }
     }
 

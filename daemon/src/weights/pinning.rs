@@ -10,6 +10,7 @@ use std::{
 };
 
 use flextensord_device::{
+    cuda::code,
     device::{Device, DeviceError, Pins},
     mapping::Mapping,
 };
@@ -63,6 +64,13 @@ impl Pinner {
             required,
             closed: Arc::default(),
         }
+    }
+
+    /// Bytes of segments that the driver does not let go of: their memory stays for good.
+    pub(crate) fn stuck_bytes(&self) -> u64 {
+        self.device
+            .as_ref()
+            .map_or(0, |device| device.stuck_bytes())
     }
 
     /// Gives up what is being pinned, after the chunk in hand.
@@ -160,7 +168,8 @@ impl Pinner {
 
 /// Whether going on without pinned memory makes no sense.
 fn is_broken(error: &DeviceError) -> bool {
-    error
-        .driver()
-        .is_none_or(|error| error.is_sticky() || error.code().is_none())
+    error.driver().is_none_or(|error| match error.code() {
+        Some(code::NOT_INITIALIZED | code::INVALID_CONTEXT) | None => true,
+        Some(_) => error.is_sticky(),
+    })
 }

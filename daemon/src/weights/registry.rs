@@ -64,6 +64,8 @@ pub struct HostFigures {
     pub segment_bytes: u64,
     /// Bytes reserved for loads and puts under way, until each is a set or gone.
     pub reserved_bytes: u64,
+    /// Bytes of segments whose sets are gone, and which the driver does not let go of.
+    pub stuck_bytes: u64,
     /// Directory for segments.
     pub shm_dir: PathBuf,
     /// Bytes free there; 0 when that cannot be told.
@@ -118,8 +120,10 @@ impl WeightStore {
             .map_err(|e| WeightError::name("instance", &settings.instance, &e))?;
         segment::free_bytes(&settings.shm_dir)?;
         heap::keep_little();
+        let pinner = settings.pinner.clone();
+        let stuck = Box::new(move || pinner.stuck_bytes());
         Ok(Arc::new(Self {
-            budget: Budget::new(settings.host_limit, host),
+            budget: Budget::beside(settings.host_limit, host, stuck),
             builders: Builders::default(),
             headers: checkpoint::shares(),
             declarations: declaration::shares(),
@@ -275,6 +279,7 @@ impl WeightStore {
             budget_limited_by: figures.limited_by,
             segment_bytes: figures.live,
             reserved_bytes: figures.building,
+            stuck_bytes: figures.stuck,
             shm_dir: self.settings.shm_dir.clone(),
             shm_free_bytes: segment::free_bytes(&self.settings.shm_dir).unwrap_or(0),
         }

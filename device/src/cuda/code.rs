@@ -85,6 +85,23 @@ pub fn is_sticky(code: u32) -> bool {
     )
 }
 
+/// Whether a refusal to register host memory may be of this host's memory and limits: then
+/// more of them, smaller chunks or another time can help. Other numbers say that the call,
+/// the context or the device is at fault.
+#[must_use]
+pub fn refuses_pinning(code: u32) -> bool {
+    matches!(
+        code,
+        OUT_OF_MEMORY
+            // the operating system refused
+            | 304
+            | HOST_MEMORY_ALREADY_REGISTERED
+            | NOT_PERMITTED
+            | NOT_SUPPORTED
+            | UNKNOWN
+    )
+}
+
 /// Sorted by number.
 const NAMES: &[(u32, &str)] = &[
     (0, "CUDA_SUCCESS"),
@@ -251,6 +268,16 @@ mod tests {
             UNKNOWN,
         ] {
             assert!(!is_sticky(code), "{}", name(code));
+        }
+    }
+
+    #[test]
+    fn a_broken_context_does_not_refuse_to_pin() {
+        for code in [INVALID_VALUE, NOT_INITIALIZED, INVALID_CONTEXT, 700, 719] {
+            assert!(!refuses_pinning(code), "{}", name(code));
+        }
+        for code in [OUT_OF_MEMORY, 304, 712, 801] {
+            assert!(refuses_pinning(code) && !is_sticky(code), "{}", name(code));
         }
     }
 

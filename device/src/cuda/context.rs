@@ -33,6 +33,9 @@ pub struct Context {
 struct Faults {
     count: u64,
     texts: Vec<String>,
+    /// Mappings of host memory that the driver still holds: where they begin, and their
+    /// bytes.
+    stuck: BTreeMap<usize, usize>,
 }
 
 impl Context {
@@ -84,6 +87,21 @@ impl Context {
     pub fn failed_drops(&self) -> (u64, Vec<String>) {
         let faults = self.faults();
         (faults.count, faults.texts.clone())
+    }
+
+    /// Bytes of host memory that could not be unregistered, and so stay mapped for good.
+    #[must_use]
+    pub fn stuck_bytes(&self) -> u64 {
+        self.faults()
+            .stuck
+            .values()
+            .map(|bytes| *bytes as u64)
+            .sum()
+    }
+
+    /// Counts host memory that stays mapped for good.
+    pub(super) fn add_stuck(&self, start: usize, bytes: usize) {
+        self.faults().stuck.insert(start, bytes);
     }
 
     /// Runs `call` with this context current, and remembers an error that broke it.

@@ -139,11 +139,12 @@ impl Device for CudaDevice {
         let bytes = bytes.next_multiple_of(running.granularity);
         let mapping = DeviceMapping::create(&running.context, bytes).map_err(|error| {
             if error.is_out_of_memory() {
-                DeviceError::Exhausted {
+                DeviceError::Refused {
                     device: self.info.name.clone(),
                     wanted: bytes,
                     free: self.free_bytes(),
                     total: self.info.total_bytes,
+                    source: error,
                 }
             } else {
                 error.into()
@@ -235,6 +236,12 @@ impl Device for CudaDevice {
         self.running
             .get()
             .map_or((0, Vec::new()), |running| running.context.failed_drops())
+    }
+
+    fn stuck_bytes(&self) -> u64 {
+        self.running
+            .get()
+            .map_or(0, |running| running.context.stuck_bytes())
     }
 }
 
@@ -460,6 +467,10 @@ impl Memory for CudaMemory {
         // the driver keeps the memory for whoever still maps it, and gives it to nobody
         // else meanwhile: this daemon may let go at any time
         Some(false)
+    }
+
+    fn is_kept_by_driver(&self) -> bool {
+        true
     }
 
     fn fill(

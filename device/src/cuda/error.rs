@@ -42,6 +42,16 @@ pub enum CudaError {
         /// UUIDs and names of those that there are.
         seen: String,
     },
+    /// Two names stand for one GPU.
+    #[error("{first} and {second} name the same GPU, {gpu}: name it once")]
+    Twice {
+        /// The name that came first.
+        first: String,
+        /// The other one.
+        second: String,
+        /// The GPU's number and UUID.
+        gpu: String,
+    },
     /// The calling sequence does not allow it.
     #[error("{0}")]
     State(&'static str),
@@ -61,6 +71,21 @@ impl CudaError {
     #[must_use]
     pub fn is_sticky(&self) -> bool {
         self.code().is_some_and(code::is_sticky)
+    }
+
+    /// Whether host memory is not pinned for a reason of the host's memory and limits.
+    #[must_use]
+    pub fn refuses_pinning(&self) -> bool {
+        self.code().is_some_and(code::refuses_pinning)
+    }
+
+    /// The driver's call, where it was the driver who refused.
+    #[must_use]
+    pub fn operation(&self) -> Option<&'static str> {
+        match self {
+            Self::Call { call, .. } => Some(call),
+            _ => None,
+        }
     }
 
     /// Whether there was too little memory, which may be otherwise later.

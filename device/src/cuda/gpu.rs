@@ -68,6 +68,43 @@ pub fn find(driver: &dyn Driver, wanted: &str) -> Result<Gpu, CudaError> {
     })
 }
 
+/// The GPUs that `names` name, in their order: see [`find`].
+///
+/// # Errors
+/// [`CudaError::NoGpu`] with what there is; [`CudaError::Twice`] where two names stand for
+/// one GPU, whose memory and link would be given out twice.
+pub fn choose(driver: &dyn Driver, names: &[String]) -> Result<Vec<Gpu>, CudaError> {
+    let mut chosen: Vec<Gpu> = Vec::with_capacity(names.len());
+    for name in names {
+        let gpu = find(driver, name)?;
+        let earlier = chosen.iter().position(|other| other.uuid == gpu.uuid);
+        if let Some(first) = earlier.and_then(|at| names.get(at)) {
+            return Err(CudaError::Twice {
+                first: first.clone(),
+                second: name.clone(),
+                gpu: format!("cuda:{} {}", gpu.ordinal.0, gpu.uuid),
+            });
+        }
+        chosen.push(gpu);
+    }
+    Ok(chosen)
+}
+
+/// Whether two names, as [`find`] takes them, stand for one GPU on any machine. Only a
+/// driver knows which number has which UUID.
+#[must_use]
+pub fn is_same_name(one: &str, other: &str) -> bool {
+    let number = |name: &str| {
+        let digits = name.strip_prefix("cuda:").unwrap_or(name);
+        digits.parse::<i32>().ok()
+    };
+    match (number(one), number(other)) {
+        (Some(one), Some(other)) => one == other,
+        (None, None) => bare_uuid(one) == bare_uuid(other),
+        _ => false,
+    }
+}
+
 /// Refuses a GPU that lacks something the promises of the data plane rest on.
 ///
 /// # Errors
@@ -131,6 +168,14 @@ fn bare_uuid(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_one_gpu_are_the_same_however_they_are_written() {
+        let uuid = "GPU-a5b10203-0405-0607-0809-0a0b0c0d0eff";
+        let mig = "MIG-A5B10203-0405-0607-0809-0A0B0C0D0EFF";
+        assert!(is_same_name("cuda:0", "cuda:00") && is_same_name(uuid, mig));
+        assert!(!is_same_name("cuda:0", "cuda:1") && !is_same_name("cuda:0", uuid));
+    }
 
     #[test]
     fn a_uuid_is_written_as_the_tools_write_it() {

@@ -100,6 +100,8 @@ impl Drop for Pinned {
         if stuck {
             // the driver still holds the pages: they must not become anything else
             std::mem::forget(Arc::clone(&self.mapping));
+            let (start, bytes) = (self.mapping.start(), self.mapping.size());
+            self.context.add_stuck(start, bytes);
         }
     }
 }

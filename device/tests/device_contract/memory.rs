@@ -23,7 +23,9 @@ pub(crate) fn memory_is_counted_until_it_is_dropped(on: &Setting) {
 pub(crate) fn more_than_there_is_is_refused_with_figures(on: &Setting) {
     let most = on.device.info().total_bytes;
     let error = on.device.allocate(2 * most, &label()).unwrap_err();
-    let DeviceError::Exhausted { total, free, .. } = error else {
+    let (DeviceError::Exhausted { total, free, .. } | DeviceError::Refused { total, free, .. }) =
+        error
+    else {
         panic!("{error}");
     };
     assert_eq!(total, most);

@@ -40,9 +40,27 @@ pub(crate) fn show(client: &Client, output: &Output) -> Result<(), Failed> {
             bytes(host.shm_free_bytes),
             host.shm_dir,
         ))?;
+        output.line(&format!(
+            "pinned: {}{}",
+            bytes(host.pinned_bytes),
+            if host.degraded {
+                "; degraded: copies from what is not pinned are slow"
+            } else {
+                ""
+            },
+        ))?;
+    }
+    if let Some(host) = status.host.as_ref().filter(|host| host.stuck_bytes > 0) {
+        output.line(&format!(
+            "stuck: {} of dropped weight sets, which the driver does not let go of",
+            bytes(host.stuck_bytes)
+        ))?;
     }
     output.line("devices")?;
     output.table(&devices(&status.devices))?;
+    for line in status.devices.iter().flat_map(troubles) {
+        output.line(&line)?;
+    }
     output.line("managers")?;
     output.table(&managers::table(&status.managers))?;
     output.line("weight sets")?;
@@ -53,6 +71,7 @@ fn devices(devices: &[DeviceStatus]) -> Table {
     let mut table = Table::new(&[
         "DEVICE",
         "TOTAL",
+        "FREE",
         "ALLOCATED",
         "RESIDENT",
         "RING",
@@ -74,6 +93,7 @@ fn devices(devices: &[DeviceStatus]) -> Table {
         table.row([
             device.name.clone(),
             bytes(device.total_bytes),
+            bytes(device.free_bytes),
             bytes(device.allocated_bytes),
             bytes(device.resident_bytes),
             bytes(device.ring_bytes),
@@ -93,6 +113,24 @@ fn devices(devices: &[DeviceStatus]) -> Table {
     table
 }
 
+/// What is wrong with a device, a line each.
+fn troubles(device: &DeviceStatus) -> Vec<String> {
+    let name = &device.name;
+    let mut lines = Vec::new();
+    if !device.failure.is_empty() {
+        lines.push(format!("{name} has failed: {}", device.failure));
+    }
+    if device.failed_drops > 0 {
+        lines.push(format!(
+            "{name}: {} resources could not be given back",
+            device.failed_drops
+        ));
+        let reasons = device.failed_drop_reasons.iter();
+        lines.extend(reasons.map(|reason| format!("{name}: {reason}")));
+    }
+    lines
+}
+
 fn document(status: &StatusResponse) -> Value {
     let managers: Vec<Value> = status.managers.iter().map(managers::document).collect();
     let weight_sets: Vec<Value> = status.weight_sets.iter().map(weights::document).collect();
@@ -105,6 +143,9 @@ fn document(status: &StatusResponse) -> Value {
             "reserved_bytes": host.reserved_bytes,
             "shm_dir": host.shm_dir,
             "shm_free_bytes": host.shm_free_bytes,
+            "pinned_bytes": host.pinned_bytes,
+            "degraded": host.degraded,
+            "stuck_bytes": host.stuck_bytes,
         })
     });
     json!({
@@ -138,5 +179,10 @@ fn device_document(device: &DeviceStatus) -> Value {
         "transfer": managers::counters(device.transfer.as_ref()),
         "queued_bytes": device.queued_bytes,
         "engine_asleep": device.engine_asleep,
+        "free_bytes": device.free_bytes,
+        "numa_node": device.numa_node,
+        "failure": device.failure,
+        "failed_drops": device.failed_drops,
+        "failed_drop_reasons": device.failed_drop_reasons,
     })
 }

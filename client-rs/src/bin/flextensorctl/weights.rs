@@ -57,7 +57,11 @@ pub(crate) fn table(sets: &[WeightSet]) -> Table {
             set.tensors.to_string(),
             bytes(set.logical_bytes),
             bytes(set.segment_bytes),
-            bytes(set.pinned_bytes),
+            if set.degraded.is_empty() {
+                bytes(set.pinned_bytes)
+            } else {
+                format!("{} (degraded)", bytes(set.pinned_bytes))
+            },
             content,
             format!("uid {}", set.owner_uid),
             if set.shared { "yes" } else { "no" }.to_owned(),
@@ -78,6 +82,7 @@ pub(crate) fn document(set: &WeightSet) -> Value {
         "logical_bytes": set.logical_bytes,
         "segment_bytes": set.segment_bytes,
         "pinned_bytes": set.pinned_bytes,
+        "degraded": set.degraded,
         "attached_by": set.attached_by,
         "shared": set.shared,
         "owner_uid": set.owner_uid,

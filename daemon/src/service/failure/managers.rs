@@ -14,6 +14,14 @@ use crate::{
     transfer::{memory::MemoryError, residents::ResidentError},
 };
 
+/// What helps when host memory cannot be pinned.
+const UNPINNED: &str = "raise the limit of locked memory (LimitMEMLOCK=infinity in the unit, \
+                        docker run --ulimit memlock=-1), free host memory, lower pin_chunk, or \
+                        allow unpinned memory with require_pinned = false";
+/// What helps when the driver fails at what it should be able to do.
+const FAULTY: &str = "look for Xid in the kernel's log and whether nvidia-smi answers, and start \
+                      the daemon anew; limits of memory are not the matter";
+
 impl From<ManagerError> for Failure {
     fn from(error: ManagerError) -> Self {
         use ManagerError as E;
@@ -238,7 +246,12 @@ impl From<MemoryError> for Failure {
                 .with("reclaiming", reclaiming)
                 .with(
                     "remedy",
-                    "close managers on the device, or ask for a smaller budget",
+                    if reclaiming > 0 {
+                        "end the processes of ended leases, which still hold memory of the \
+                         device, close managers on it, or ask for a smaller budget"
+                    } else {
+                        "close managers on the device, or ask for a smaller budget"
+                    },
                 ),
             MemoryError::Device(error) => device(error),
             MemoryError::Random => Failure::new(Kind::Internal, Origin::Kernel, text),
@@ -249,9 +262,9 @@ impl From<MemoryError> for Failure {
 /// What the driver said, by number.
 fn driver(kind: Kind, text: String, error: &CudaError) -> Failure {
     let failure = Failure::new(kind, Origin::Driver, text);
-    match error.code() {
-        Some(code) => failure.with("code", code),
-        None => failure,
+    match (error.operation(), error.code()) {
+        (Some(operation), Some(code)) => failure.with("operation", operation).with("code", code),
+        _ => failure,
     }
 }
 
@@ -274,6 +287,22 @@ pub fn device(error: DeviceError) -> Failure {
                 "remedy",
                 "close managers on the device, or ask for a smaller budget",
             ),
+        DeviceError::Refused {
+            device,
+            wanted,
+            free,
+            total,
+            source,
+        } => driver(Kind::DeviceMemory, text, &source)
+            .with("device", device)
+            .with("wanted", wanted)
+            .with("available", free)
+            .with("limit", total)
+            .with(
+                "remedy",
+                "see nvidia-smi for other processes on the device, close managers on it, or ask \
+                 for a smaller budget",
+            ),
         DeviceError::Kernel(error) => kernel_failure(&error),
         DeviceError::Registration(RegistrationError::Chunk {
             offset,
@@ -281,17 +310,18 @@ pub fn device(error: DeviceError) -> Failure {
             total,
             source,
             ..
-        }) => driver(Kind::Pinning, text, &source)
-            .with("operation", "cuMemHostRegister")
-            .with("offset", offset)
-            .with("bytes", bytes)
-            .with("total", total)
-            .with(
-                "remedy",
-                "raise the limit of locked memory (LimitMEMLOCK=infinity in the unit, docker run \
-                 --ulimit memlock=-1), free host memory, lower pin_chunk, or allow unpinned \
-                 memory with require_pinned = false",
-            ),
+        }) => {
+            let (kind, remedy) = if source.refuses_pinning() {
+                (Kind::Pinning, UNPINNED)
+            } else {
+                (Kind::Device, FAULTY)
+            };
+            driver(kind, text, &source)
+                .with("offset", offset)
+                .with("bytes", bytes)
+                .with("total", total)
+                .with("remedy", remedy)
+        }
         DeviceError::Registration(RegistrationError::Cancelled { .. }) => {
             Failure::new(Kind::Aborted, Origin::Client, text)
         }

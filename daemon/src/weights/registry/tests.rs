@@ -1,4 +1,8 @@
-use super::{super::load::SetRequest, fixture::*, *};
+use super::{
+    super::{leftovers, load::SetRequest},
+    fixture::*,
+    *,
+};
 
 const ONE: &[(&str, &[u8])] = &[("a", b"123"), ("b", b"4")];
 
