@@ -42,6 +42,11 @@ impl Holding {
         self.epoch > 0 && self.from < self.until
     }
 
+    /// Whether it may be of that name: which default one it got may be unknown.
+    pub(crate) fn may_be(&self, name: &str) -> bool {
+        self.name == name || self.name.is_empty() && name.starts_with("default")
+    }
+
     /// Whether it may be held at some moment of that time.
     pub(crate) fn may_meet(&self, begin: Moment, end: Moment) -> bool {
         self.earliest <= end && begin <= self.latest
@@ -193,6 +198,7 @@ mod tests {
             epoch: if what == What::Open { begin } else { 0 },
             answer,
             content: Some(0),
+            error: String::new(),
             listed: Vec::new(),
         }
     }

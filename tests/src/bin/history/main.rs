@@ -105,8 +105,7 @@ fn run(flags: &Flags) -> Result<bool, SceneError> {
     let length = Duration::from_secs(flags.seconds);
     let mut random = Random::new(seed);
     let mut total = Tally::default();
-    let mut first: Option<Figures> = None;
-    let mut last = None;
+    let mut calm: Vec<Figures> = Vec::new();
     loop {
         // what a daemon gains while it lives can only be seen in one that does
         let is_calm = begin.elapsed() * 3 >= length * 2;
@@ -136,23 +135,21 @@ fn run(flags: &Flags) -> Result<bool, SceneError> {
         total.violations.extend(tally.violations);
         let figures = rest(&daemon)?;
         if is_calm {
-            // the first calm round warms up what stays
-            last = first.map(|_| figures);
-            first = first.or(Some(figures));
+            calm.push(figures);
         }
         if begin.elapsed() >= length {
             break;
         }
     }
-    let is_flat = flat(first, last);
     println!(
-        "{} calls, {} clients and {} daemons killed, {} violations, at rest {first:?} then {last:?}, {:.0} s",
+        "{} calls, {} clients and {} daemons killed, {} violations, {:.0} s",
         total.calls,
         total.killed,
         total.crashes,
         total.violations.len(),
         begin.elapsed().as_secs_f64(),
     );
+    let is_flat = flat(&calm);
     Ok(total.violations.is_empty() && is_flat)
 }
 
@@ -186,13 +183,17 @@ fn rest(daemon: &Daemon) -> Result<Figures, SceneError> {
     at_rest(daemon, None)
 }
 
-/// Whether what was measured at rest has not grown by more than 2 %, or by what one
-/// connection or one idle thread takes.
-fn flat(first: Option<Figures>, last: Option<Figures>) -> bool {
-    let (Some(first), Some(last)) = (first, last) else {
-        println!("too short to tell growth");
+/// Whether what was measured at rest after each calm round has not grown by more than 2 %, or
+/// by what one connection or one idle thread takes. The first rounds warm up what stays.
+fn flat(calm: &[Figures]) -> bool {
+    let [_, _, first, .., last] = calm else {
+        println!("at rest {calm:?}: too few calm rounds to tell growth");
         return true;
     };
+    println!(
+        "at rest {first:?}, {} rounds later {last:?}",
+        calm.len() - 3
+    );
     let within = |first: u64, last: u64, least: u64| last <= first + (first / 50).max(least);
     let count = |figure: usize| figure as u64;
     within(first.private_kib, last.private_kib, 512)

@@ -59,7 +59,7 @@ fn one_owner_a_name(held: &[Holding], found: &mut Vec<String>) {
 fn taken_only_by_somebody(calls: &[Call], held: &[Holding], found: &mut Vec<String>) {
     let taken = |call: &&Call| call.answer == Answer::Refused("MANAGER_TAKEN".to_owned());
     for call in calls.iter().filter(taken) {
-        let may = |h: &&Holding| h.name == call.name && h.may_meet(call.begin, call.end);
+        let may = |h: &&Holding| h.may_be(&call.name) && h.may_meet(call.begin, call.end);
         if !held.iter().any(|h| may(&h)) {
             found.push(format!("taken by nobody: {call:?}"));
         }
@@ -98,7 +98,7 @@ fn status_tells_what_is(calls: &[Call], held: &[Holding], found: &mut Vec<String
         }
         for (name, epoch) in &call.listed {
             let may = |h: &&Holding| {
-                h.name == *name
+                h.may_be(name)
                     && (h.epoch == *epoch || h.epoch == 0)
                     && h.may_meet(call.begin, call.end)
             };

@@ -89,6 +89,8 @@ pub(crate) struct Call {
     pub(crate) epoch: u64,
     /// Which of the two contents.
     pub(crate) content: Option<u64>,
+    /// What was said of a refusal.
+    pub(crate) error: String,
     /// Names and epochs in a status.
     pub(crate) listed: Vec<(String, u64)>,
 }
@@ -131,6 +133,7 @@ pub(crate) fn read(who: u64, lines: &[Value], death: Moment) -> Result<Vec<Call>
                 answer: Answer::Unknown,
                 epoch: 0,
                 content: line["content"].as_u64(),
+                error: String::new(),
                 listed: Vec::new(),
             });
             is_open = true;
@@ -147,6 +150,7 @@ pub(crate) fn read(who: u64, lines: &[Value], death: Moment) -> Result<Vec<Call>
             };
             let more = &line["more"];
             call.epoch = more["epoch"].as_u64().unwrap_or(0);
+            call.error = more["error"].as_str().unwrap_or_default().to_owned();
             if let Some(name) = more["name"].as_str() {
                 name.clone_into(&mut call.name);
             }
