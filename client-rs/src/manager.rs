@@ -11,6 +11,7 @@ use flextensord_device::{
 };
 use flextensord_proto::{
     PROTOCOL,
+    kind::Kind,
     v1::{
         CloseManagerRequest, OpenManagerRequest, ProtocolRange, RegisterModelResponse,
         ReportPassRequest, offload_client::OffloadClient,
@@ -143,7 +144,12 @@ impl Manager {
         let answer = registration::register(&self.client, &self.lease, weight_set, layers, budget);
         let answer = answer.await.map_err(|error| self.explain(error))?;
         failpoint::pass(Point::ClientRegistered)?;
-        let plane = registration::map_plan(&self.client, &self.lease, self.context.as_ref()).await;
+        let map = || registration::map_plan(&self.client, &self.lease, self.context.as_ref());
+        let plane = match map().await {
+            // tickets go when the lease ends or a daemon does: the next call says which
+            Err(ClientError::Refused(failure)) if failure.kind == Kind::NotFound => map().await,
+            mapped => mapped,
+        };
         let plane = Arc::new(plane.map_err(|error| self.explain(error))?);
         let possessions = Arc::downgrade(&plane);
         self.lease.owns(possessions);
@@ -370,9 +376,7 @@ impl Manager {
     /// A refusal for want of the lease is [`ClientError::LeaseLost`].
     fn explain(&self, error: ClientError) -> ClientError {
         match error {
-            ClientError::Refused(failure)
-                if failure.kind == flextensord_proto::kind::Kind::LeaseLost =>
-            {
+            ClientError::Refused(failure) if failure.kind == Kind::LeaseLost => {
                 // the stream may have said why
                 self.lease.check().err().unwrap_or(ClientError::LeaseLost {
                     manager: self.lease.name.clone(),

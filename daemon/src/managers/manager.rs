@@ -113,13 +113,16 @@ impl Manager {
     /// Its model.
     ///
     /// # Errors
-    /// When none is registered.
+    /// When none is registered, or the manager is over.
     pub fn model(&self) -> Result<Arc<Model>, ManagerError> {
-        self.model_slot()
-            .clone()
-            .ok_or_else(|| ManagerError::NotRegistered {
+        let model = self.model_slot().clone();
+        model.ok_or_else(|| match self.ended.is_cancelled() {
+            // it had one: the end takes it away
+            true => ManagerError::LeaseLost,
+            false => ManagerError::NotRegistered {
                 name: self.name.clone(),
-            })
+            },
+        })
     }
 
     /// The token, for its owner alone.
