@@ -118,7 +118,7 @@ fn an_acquire_whose_connection_broke_is_undone_and_made_anew() {
     }
     // and that as long as the acquire may wait
     stand_in.stage.acquires_failing.store(3, Ordering::SeqCst);
-    let hold = manager.acquire_rpc(layer).unwrap();
+    let hold = manager.acquire_rpc(manager.layer("l2").unwrap()).unwrap();
     manager.release_rpc(hold).unwrap();
     assert_eq!(stand_in.parts_in_use(), 0);
 }
