@@ -79,7 +79,11 @@ pub(crate) fn holdings(calls: &[Call], deeds: &Deeds) -> (Vec<Holding>, Vec<Stri
         for call in own {
             match call.what {
                 What::Open => {
-                    all.extend(now.take());
+                    // given up with an error that left open whether it was over
+                    if let Some(mut holding) = now.take() {
+                        holding.end(holding.from, call.begin.saturating_add(GRACE));
+                        all.push(holding);
+                    }
                     now = opened(call, deeds);
                 }
                 What::Register | What::Use | What::Close => {
