@@ -341,7 +341,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn completion_bell(&self) -> &Arc<Doorbell>;
 
     /// What made the device unusable for this process, if something did.
-    fn failure(&self) -> Option<String> {
+    fn failure(&self) -> Option<CudaError> {
         None
     }
 

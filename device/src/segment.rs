@@ -352,6 +352,18 @@ impl Segment {
         self.keep.store(true, Ordering::Relaxed);
     }
 
+    /// Removes its name, if that is still its own; the memory stays for who holds it.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn unlink(&self) -> Result<(), KernelError> {
+        if self.is_unlinked() {
+            return Ok(());
+        }
+        let failed = |error| KernelError::new(format!("remove {}", self.path.display()), error);
+        fs::remove_file(&self.path).map_err(failed)
+    }
+
     /// The daemon's mapping of it.
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
@@ -387,9 +399,9 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        if !self.keep.load(Ordering::Relaxed) && !self.is_unlinked() {
+        if !self.keep.load(Ordering::Relaxed) {
             // a failure leaves a name that the next start reaps under the lock
-            let _: io::Result<()> = fs::remove_file(&self.path);
+            let _: Result<(), KernelError> = self.unlink();
         }
     }
 }

@@ -138,6 +138,17 @@ fn refused_pinning_is_told_with_its_code_and_the_remedies() {
 }
 
 #[test]
+fn a_driver_that_fails_while_pinning_is_no_matter_of_locked_memory() {
+    for code in [1, 201, 700] {
+        let said = on_fake(&format!(",register_refuse={code}"));
+        let [verdict, found, remedy] = said.one("GPU self-test");
+        assert_eq!(verdict, "fail", "{found}");
+        assert!(found.contains(&format!("({code})")), "{found}");
+        assert!(!remedy.contains("memlock"), "{remedy}");
+    }
+}
+
+#[test]
 fn refused_sharing_is_told_with_its_code_and_a_hint_at_containers() {
     for fault in ["import_refuse=304", "import_own=304", "export_refuse=304"] {
         let said = on_fake(&format!(",{fault}"));

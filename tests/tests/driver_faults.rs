@@ -189,8 +189,15 @@ fn pinning_tells_how_far_it_is_and_a_stop_in_the_middle_undoes_it() {
 fn a_broken_context_turns_health_and_ends_the_daemon_and_the_next_start_is_clean() {
     let mut daemon = on_fake(",break_at_copy=3:700", &[]);
     load(&daemon, "m").unwrap();
-    let status = run_passes(&daemon);
-    assert_ne!(status, Some(0), "a client whose daemon has ended");
+    // the call that waits is told what happened, and that waiting does not help
+    match register(&daemon) {
+        Err(ClientError::Refused(failure)) => {
+            assert_eq!(failure.kind, Kind::Device, "{failure}");
+            assert_eq!(failure.details["code"], "700");
+            assert!(!failure.retryable, "{failure}");
+        }
+        other => panic!("{other:?}"),
+    }
     assert_eq!(daemon.wait().unwrap().code(), Some(70));
     let (directory, shm) = daemon.kill().unwrap();
     let next = Daemon::start_on_fake_in(directory, shm, DRIVER, &[]).unwrap();
@@ -217,7 +224,7 @@ fn too_little_device_memory_is_refused_and_ends_nobody() {
             assert_eq!(failure.details["operation"], "cuMemCreate");
             assert_eq!(failure.details["code"], "2");
             assert_eq!(failure.details["available"], (256 << 20).to_string());
-            let refused = "refuses 2097152 bytes: cuMemCreate failed";
+            let refused = "refuses 4194304 bytes: cuMemCreate failed";
             assert!(failure.message.contains(refused), "{failure}");
         }
         other => panic!("{other:?}"),
@@ -378,16 +385,41 @@ fn layers() -> Vec<flextensord_client::LayerSpec> {
     layers
 }
 
-/// Runs a reader over the set "m" and says how it ended.
-fn run_passes(daemon: &Daemon) -> Option<i32> {
+/// Registers a model over the set "m".
+fn register(daemon: &Daemon) -> Result<(), ClientError> {
     let mut manager = daemon
         .client()
         .unwrap()
         .open(flextensord_client::OpenOptions::default())
         .unwrap();
     let budget = flextensord_client::Budget::Bytes(8 << 20);
-    match manager.register("m", &layers(), budget) {
-        Ok(_) => Some(0),
-        Err(_) => Some(1),
+    manager.register("m", &layers(), budget).map(drop)
+}
+
+/// A copy that does not end holds up a registration; the stop does not wait for it.
+#[test]
+fn a_stop_while_residents_are_filled_answers_the_call_and_leaves_no_segment() {
+    let mut daemon = Daemon::start_on_fake(&format!("{DRIVER},bandwidth=64KiB"), &[]).unwrap();
+    load(&daemon, "m").unwrap();
+    assert_eq!(daemon.segments().len(), 1);
+    let answer = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| register(&daemon));
+        eventually("the residents are being filled", SOON, || {
+            let device = daemon.status().ok()?.devices.remove(0);
+            (device.queued_bytes > 0).then_some(())
+        })
+        .unwrap();
+        daemon.signal(Signal::SIGTERM).unwrap();
+        waiting.join().unwrap()
+    });
+    assert!(daemon.wait().unwrap().success());
+    assert_eq!(daemon.segments(), Vec::<String>::new());
+    match answer {
+        Err(ClientError::Refused(failure)) => {
+            let kinds = [Kind::Draining, Kind::Aborted, Kind::LeaseLost];
+            assert!(kinds.contains(&failure.kind), "{failure}");
+        }
+        Err(ClientError::LeaseLost { .. }) => {}
+        other => panic!("{other:?}"),
     }
 }

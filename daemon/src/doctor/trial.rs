@@ -391,7 +391,7 @@ fn wait(device: &CudaDevice, is_so: impl Fn() -> bool) -> Wait {
         if looked.elapsed() > LOOK {
             looked = Instant::now();
             if let Some(failure) = device.failure() {
-                return Wait::Broken(failure);
+                return Wait::Broken(failure.to_string());
             }
         }
         thread::yield_now();

@@ -7,6 +7,7 @@ use std::{
 };
 
 use flextensord_device::{
+    cuda::error::CudaError,
     device::Device,
     notice::{NoticePage, NoticePhase},
 };
@@ -28,7 +29,10 @@ use super::{
 use crate::{
     admission::Room,
     channel::{self, server::ChannelServer, ticket::Tickets},
-    managers::registry::{ManagerSettings, Managers, OnEnd},
+    managers::{
+        drain::GivenUp,
+        registry::{ManagerSettings, Managers, OnEnd},
+    },
     service::{
         admin::AdminService,
         offload::{Calls, OffloadService},
@@ -52,6 +56,22 @@ pub(super) const SERVICES: [&str; 3] = [
     "flextensor.v1.Admin",
 ];
 
+/// Why a daemon cannot go on.
+#[derive(Debug, thiserror::Error)]
+enum Failed {
+    /// A device has failed for good.
+    #[error("device {device} has failed: {source}")]
+    Device {
+        /// Its name.
+        device: String,
+        /// What the driver said.
+        source: CudaError,
+    },
+    /// Nobody looks at the devices any more.
+    #[error("{0}")]
+    Look(String),
+}
+
 /// The rooms of a daemon that serves.
 #[derive(Debug)]
 pub(super) struct Rooms {
@@ -61,6 +81,8 @@ pub(super) struct Rooms {
     notice: Arc<NoticePage>,
     generation: u64,
     to_reclaim: Arc<Notify>,
+    /// Whether a successor takes over what is left.
+    keeps: bool,
 }
 
 impl Rooms {
@@ -124,6 +146,7 @@ impl Rooms {
             notice,
             generation,
             to_reclaim,
+            keeps: settings.keep_on_stop,
         })
     }
 
@@ -203,7 +226,14 @@ impl Rooms {
             }
         };
         tokio::select! {
-            failure = self.failed() => failure,
+            failed = self.failed() => {
+                let text = failed.to_string();
+                if let Failed::Device { device, source } = failed {
+                    let kept = self.keeps;
+                    self.managers.abandon_calls(GivenUp::Device { device, source, kept });
+                }
+                text
+            }
             () = self.managers.reclaim(&self.to_reclaim) => "reclaiming ended by itself".into(),
             () = self.managers.wait_for_owners() => "waiting for owners ended by itself".into(),
             () = expire => "expiry ended by itself".into(),
@@ -211,7 +241,7 @@ impl Rooms {
     }
 
     /// Waits until a device has failed for good.
-    async fn failed(&self) -> String {
+    async fn failed(&self) -> Failed {
         let devices: Vec<Weak<ManagedDevice>> = self
             .managers
             .devices()
@@ -231,9 +261,16 @@ impl Rooms {
         match started {
             Ok(_) => told
                 .await
-                .unwrap_or_else(|_| "the look at devices ended by itself".to_owned()),
-            Err(error) => format!("no thread to look at devices: {error}"),
+                .unwrap_or_else(|_| Failed::Look("the look at devices ended by itself".to_owned())),
+            Err(error) => Failed::Look(format!("no thread to look at devices: {error}")),
         }
+    }
+
+    /// Answers all calls that still wait, and lets go of what is being pinned: the daemon
+    /// stops.
+    pub(super) fn give_up(&self) {
+        self.managers.abandon_calls(GivenUp::Stopping);
+        self.weights.give_up();
     }
 
     /// Removes all weight sets, or keeps them for a successor; the daemon stops.
@@ -264,7 +301,7 @@ fn warn_of_drops(device: &dyn Device, logged: &mut u64) {
 }
 
 /// Tells how the first device failed; ends when nobody listens any more.
-fn watch_devices(devices: &[Weak<ManagedDevice>], tell: oneshot::Sender<String>) {
+fn watch_devices(devices: &[Weak<ManagedDevice>], tell: oneshot::Sender<Failed>) {
     let mut logged = vec![0; devices.len()];
     while !tell.is_closed() {
         thread::sleep(HEALTH);
@@ -273,11 +310,10 @@ fn watch_devices(devices: &[Weak<ManagedDevice>], tell: oneshot::Sender<String>)
                 continue;
             };
             warn_of_drops(device.memory.device().as_ref(), logged);
-            if let Some(failure) = device.memory.device().failure() {
-                let name = &device.info().name;
+            if let Some(source) = device.memory.device().failure() {
+                let device = device.info().name.clone();
                 // whoever listened may be gone by now
-                let _: Result<(), String> =
-                    tell.send(format!("device {name} has failed: {failure}"));
+                let _: Result<(), Failed> = tell.send(Failed::Device { device, source });
                 return;
             }
         }

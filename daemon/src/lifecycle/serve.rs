@@ -139,6 +139,7 @@ async fn serve(
             }
         }
     }
+    rooms.give_up();
     closing.cancel();
     advance(&life, Phase::Stopping)?;
     if tokio::time::timeout(CLOSE, &mut server).await.is_err() {

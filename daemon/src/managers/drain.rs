@@ -2,11 +2,32 @@
 
 use std::{sync::Arc, time::Duration};
 
-use flextensord_device::failpoint::{self, Point};
+use flextensord_device::{
+    cuda::error::CudaError,
+    failpoint::{self, Point},
+};
 use flextensord_proto::v1::{Draining, lease_ended::Reason, lease_event};
 use tokio::time;
 
 use super::{manager::Manager, registry::Managers};
+
+/// Why no call that waits will be answered any more.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GivenUp {
+    /// The daemon stops.
+    #[error("the daemon stops")]
+    Stopping,
+    /// A device has failed for good, and the daemon ends.
+    #[error("device {device} has failed, and the daemon ends: {source}")]
+    Device {
+        /// The device's name.
+        device: String,
+        /// What the driver said.
+        source: CudaError,
+        /// Whether a successor takes the managers over.
+        kept: bool,
+    },
+}
 
 /// Longest time that a drain may take; more makes no sense.
 const LONGEST_DRAIN: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -26,6 +47,28 @@ impl Managers {
             manager.tell(lease_event::Event::Draining(Draining { deadline_ms }));
         }
         list.len()
+    }
+
+    /// Answers all calls that wait: they will not be carried out any more.
+    pub fn abandon_calls(&self, why: GivenUp) {
+        // the first reason counts: the end may have several
+        self.given_up.send_if_modified(|given_up| {
+            let first = given_up.is_none();
+            given_up.get_or_insert(why);
+            first
+        });
+    }
+
+    /// Waits until calls that wait are given up, and says why.
+    pub fn given_up(&self) -> impl Future<Output = GivenUp> + Send + 'static {
+        let mut told = self.given_up.subscribe();
+        async move {
+            let why = told.wait_for(Option::is_some).await;
+            // without its sender the daemon is over
+            why.ok()
+                .and_then(|why| why.clone())
+                .unwrap_or(GivenUp::Stopping)
+        }
     }
 
     /// Waits until a drain has begun.

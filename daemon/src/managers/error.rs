@@ -5,6 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use flextensord_device::{control::ControlError, device::DeviceError, kernel::KernelError};
 use flextensord_proto::name::NameError;
 
+use super::drain::GivenUp;
 use crate::{
     plan::PlanError, state::StateError, transfer::memory::MemoryError,
     transfer::residents::ResidentError, weights::error::WeightError,
@@ -176,6 +177,9 @@ pub enum ManagerError {
         /// The limit.
         limit: usize,
     },
+    /// The daemon ends while the call waits.
+    #[error(transparent)]
+    GivenUp(#[from] GivenUp),
     /// The daemon takes nothing new.
     #[error("the daemon drains and takes no new managers")]
     Draining,

@@ -11,7 +11,7 @@
 //! - [`error`]: what can go wrong.
 
 pub mod adoption;
-mod drain;
+pub mod drain;
 pub mod error;
 pub mod holds;
 pub mod lease;

@@ -25,6 +25,7 @@ use tokio_util::task::TaskTracker;
 
 use super::{
     adoption::Orphan,
+    drain::GivenUp,
     error::ManagerError,
     lease::OpenLease,
     manager::{Lease, Manager, Token},
@@ -145,6 +146,8 @@ pub struct Managers {
     next: AtomicU64,
     /// Until when managers may go on, once the daemon drains.
     pub(super) drain: watch::Sender<Option<time::Instant>>,
+    /// Why calls that wait will not be answered any more.
+    pub(super) given_up: watch::Sender<Option<GivenUp>>,
     pub(super) tasks: TaskTracker,
 }
 
@@ -169,6 +172,7 @@ impl Managers {
             names: Mutex::default(),
             next: AtomicU64::new(generation << 32 | 1),
             drain: watch::Sender::new(None),
+            given_up: watch::Sender::new(None),
             tasks: TaskTracker::new(),
         })
     }

@@ -308,7 +308,11 @@ pub fn device_status(device: &ManagedDevice, managers: &Managers) -> DeviceStatu
         engine_asleep: device.engine.is_asleep(),
         free_bytes: device.memory.device().free_bytes(),
         numa_node: info.numa_node,
-        failure: device.memory.device().failure().unwrap_or_default(),
+        failure: device
+            .memory
+            .device()
+            .failure()
+            .map_or_else(String::new, |error| error.to_string()),
         failed_drops,
         failed_drop_reasons,
     }

@@ -12,6 +12,7 @@ pub mod dump;
 pub mod failure;
 pub mod framing;
 pub mod idempotency;
+mod lease_events;
 pub mod offload;
 pub mod plan_pages;
 pub mod request;

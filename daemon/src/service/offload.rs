@@ -8,19 +8,20 @@ use flextensord_proto::{
     limit, negotiate,
     v1::{
         self, AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse,
-        GetPlanRequest, Heartbeat, LeaseEvent, OpenManagerRequest, Opened, PlanPage,
-        RegisterModelRequest, RegisterModelResponse, ReleaseRequest, ReleaseResponse,
-        ReportPassRequest, ReportPassResponse, handed_back::What, lease_ended::Reason,
-        lease_event::Event, offload_server::Offload, register_header, register_model_request::Part,
+        GetPlanRequest, LeaseEvent, OpenManagerRequest, Opened, PlanPage, RegisterModelRequest,
+        RegisterModelResponse, ReleaseRequest, ReleaseResponse, ReportPassRequest,
+        ReportPassResponse, handed_back::What, lease_ended::Reason, offload_server::Offload,
+        register_header, register_model_request::Part,
     },
 };
 use tokio::time;
-use tokio_stream::{Stream, StreamExt as _};
+use tokio_stream::Stream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{
     caller, failure,
     idempotency::Idempotency,
+    lease_events::lease_events,
     plan_pages,
     request::{self, field},
 };
@@ -38,8 +39,6 @@ use crate::{
     },
 };
 
-/// How often a living daemon says so on a lease.
-const HEARTBEAT: Duration = Duration::from_secs(5);
 /// Waiting time of an acquire that names none, and the longest one.
 const WAIT: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(600));
 /// Longest wait for the memory of a closed manager before the answer.
@@ -77,6 +76,18 @@ type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl OffloadService {
     fn find(&self, peer: Peer, token: &[u8]) -> Result<Arc<Manager>, Failure> {
         Ok(self.managers.find(peer, token)?)
+    }
+
+    /// What `work` answers, or why nothing will be any more.
+    async fn unless_given_up<T>(
+        &self,
+        work: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        tokio::select! {
+            biased;
+            answer = work => answer,
+            why = self.managers.given_up() => Err(ManagerError::from(why).into()),
+        }
     }
 
     /// Redeems the tickets of what a client hands back.
@@ -213,7 +224,10 @@ impl Offload for OffloadService {
             _ => self.managers.open(peer, &open).map_err(Failure::from)?,
         };
         let opened = self.opened(peer, &lease, protocol)?;
-        Ok(Response::new(Box::pin(lease_events(opened, lease))))
+        let given_up = self.managers.given_up();
+        Ok(Response::new(Box::pin(lease_events(
+            opened, lease, given_up,
+        ))))
     }
 
     async fn register_model(
@@ -248,8 +262,8 @@ impl Offload for OffloadService {
                 .once(peer.uid, &id, &[&token, content.as_bytes()], work)
                 .await
         });
-        let answer = task.await.map_err(|_| request::worker())??;
-        Ok(Response::new(answer))
+        let answer = async { task.await.map_err(|_| request::worker())? };
+        Ok(Response::new(self.unless_given_up(answer).await?))
     }
 
     async fn get_plan(
@@ -306,11 +320,9 @@ impl Offload for OffloadService {
                     .collect(),
             })
         };
-        let answer = self
-            .calls
-            .acquires
-            .once(peer.uid, &message.request_id, &content, work)
-            .await?;
+        let acquires = &self.calls.acquires;
+        let answer = acquires.once(peer.uid, &message.request_id, &content, work);
+        let answer = self.unless_given_up(answer).await?;
         // the answer to a repeated call may tell of a hold that was given back since
         holds::check(&manager, answer.hold)
             .await
@@ -413,43 +425,6 @@ impl Offload for OffloadService {
             .await?;
         Ok(Response::new(answer))
     }
-}
-
-/// The lease as its owner sees it: `opened`, then events and heartbeats until the end.
-fn lease_events(
-    opened: Opened,
-    lease: OpenLease,
-) -> impl Stream<Item = Result<LeaseEvent, Status>> + Send {
-    let first = LeaseEvent {
-        event: Some(Event::Opened(opened)),
-    };
-    let events = async_stream(lease);
-    tokio_stream::once(Ok(first)).chain(events)
-}
-
-fn async_stream(lease: OpenLease) -> impl Stream<Item = Result<LeaseEvent, Status>> + Send {
-    let (sender, receiver) = tokio::sync::mpsc::channel(1);
-    tokio::spawn(async move {
-        let mut events = lease.events;
-        loop {
-            let event = tokio::select! {
-                // the caller is gone: dropping the lease's stream begins the grace time
-                () = sender.closed() => return,
-                event = events.events.recv() => match event {
-                    Some(event) => event,
-                    None => return,
-                },
-                () = time::sleep(HEARTBEAT) => {
-                    LeaseEvent { event: Some(Event::Heartbeat(Heartbeat {})) }
-                }
-            };
-            let last = matches!(event.event, Some(Event::Ended(_)));
-            if sender.send(Ok(event)).await.is_err() || last {
-                return;
-            }
-        }
-    });
-    tokio_stream::wrappers::ReceiverStream::new(receiver)
 }
 
 /// Reads a registration whole: header first, then layers, within the limits.

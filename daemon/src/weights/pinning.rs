@@ -149,6 +149,7 @@ impl Pinner {
                     degraded: None,
                 })
             }
+            Err(_) if self.closed.load(Ordering::Relaxed) => Err(WeightError::stopping()),
             Err(_) if given_up() => Err(WeightError::Aborted {
                 what: "load",
                 reason: "the caller is gone or has given up while the segment was pinned"

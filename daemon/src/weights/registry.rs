@@ -241,12 +241,17 @@ impl WeightStore {
         self.refuses_new.store(true, Ordering::SeqCst);
     }
 
+    /// The daemon is about to stop: builds no new sets, and gives up what is being pinned.
+    pub fn give_up(&self) {
+        self.refuse_new();
+        self.settings.pinner.close();
+    }
+
     /// The daemon stops: removes all sets, whose memory goes with its last holder, or leaves
     /// them for a successor when `keep` says so. Loads under way are given a moment to undo what they began; of one that hangs in the read
     /// of a file the names are removed, so that a successor starts clean.
     pub fn close(&self, keep: bool) {
-        self.refuses_new.store(true, Ordering::SeqCst);
-        self.settings.pinner.close();
+        self.give_up();
         let mut sets = self.sets();
         let deadline = Instant::now() + CLOSE;
         while !sets.building.is_empty() && Instant::now() < deadline {
@@ -258,8 +263,15 @@ impl WeightStore {
         for set in all {
             if keep {
                 set.segment().keep();
-            } else if let Err(error) = self.take_out(&mut sets, &set) {
+                continue;
+            }
+            if let Err(error) = self.take_out(&mut sets, &set) {
                 tracing::warn!(set = set.id(), %error, "weight set left behind");
+                continue;
+            }
+            // a thread that hangs in the driver may hold the set to the end of the process
+            if let Err(error) = set.segment().unlink() {
+                tracing::warn!(set = set.id(), %error, "segment left behind");
             }
         }
         let (directory, instance) = (&self.settings.shm_dir, &self.settings.instance);

@@ -228,7 +228,7 @@ impl Device for CudaDevice {
         &self.bell
     }
 
-    fn failure(&self) -> Option<String> {
+    fn failure(&self) -> Option<CudaError> {
         self.running.get()?.failure()
     }
 
@@ -382,16 +382,16 @@ impl Running {
         Ok(Ticket(ticket))
     }
 
-    fn failure(&self) -> Option<String> {
+    fn failure(&self) -> Option<CudaError> {
         if !self.queue().flights.is_empty() {
             // what fails on the GPU shows only when the driver is asked
             if let Err(error) = self.copies.is_done()
                 && !error.is_sticky()
             {
-                return Some(error.to_string());
+                return Some(error);
             }
         }
-        self.context.failure().map(ToString::to_string)
+        self.context.failure().cloned()
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {

@@ -9,7 +9,7 @@ use flextensord_proto::kind::{Failure, Kind, Origin};
 
 use super::kernel_failure;
 use crate::{
-    managers::error::ManagerError,
+    managers::{drain::GivenUp, error::ManagerError},
     plan::PlanError,
     transfer::{memory::MemoryError, residents::ResidentError},
 };
@@ -155,6 +155,20 @@ impl From<ManagerError> for Failure {
                 .with("what", what)
                 .with("limit", limit)
                 .with("remedy", "release holds that are no longer read"),
+            E::GivenUp(GivenUp::Stopping) => Failure::new(Kind::Draining, Origin::Daemon, text)
+                .with("remedy", "try again when the daemon's successor serves"),
+            E::GivenUp(GivenUp::Device {
+                device,
+                source,
+                kept,
+            }) => {
+                let mut failure = driver(Kind::Device, text, &source)
+                    .with("device", device)
+                    .with("remedy", FAULTY);
+                // a successor carries the call out
+                failure.retryable = kept;
+                failure
+            }
             E::Draining => Failure::new(Kind::Draining, Origin::Daemon, text)
                 .with("remedy", "try again when the daemon's successor serves"),
             E::NotAllowed { uid, what } => client(Kind::PermissionDenied)
