@@ -106,7 +106,17 @@ impl Manager {
             });
         }
         failpoint::pass(Point::ClientOpened)?;
-        let bell = lease::fetch_bell(client, &opened).await?;
+        let bell = match lease::fetch_bell(client, &opened).await {
+            // tickets go when the lease ends
+            Err(ClientError::Refused(failure)) if failure.kind == Kind::NotFound => {
+                return Err(ClientError::LeaseLost {
+                    manager: opened.name,
+                    reason: format!("it ended while it was opened: {}", failure.message),
+                    context_lost: false,
+                });
+            }
+            fetched => fetched?,
+        };
         let lease = Arc::new(Lease::new(opened, bell, client.options().patience));
         let follow = lease::follow(client.clone(), lease.clone(), message, stream);
         let mut manager = Self {

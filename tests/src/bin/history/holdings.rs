@@ -131,7 +131,9 @@ fn opened(call: &Call, deeds: &Deeds) -> Option<Holding> {
         Answer::Ok => {}
         // it may have been opened, and nobody knows
         Answer::Unknown => holding.end(0, call.end.saturating_add(GRACE)),
-        Answer::Refused(_) | Answer::Lost => return None,
+        // somebody ended it before its owner was told of it
+        Answer::Lost => holding.end(0, call.end),
+        Answer::Refused(_) => return None,
     }
     if !deeds.adopts
         && let Some(crash) = deeds.crashes.iter().find(|moment| **moment >= call.begin)
