@@ -1,4 +1,6 @@
-//! The lease of a manager: what its stream says, and taking it up when it was lost.
+//! The lease of a manager: what its stream says; `resumption`: taking it up when it was lost.
+
+mod resumption;
 
 use std::{
     collections::BTreeMap,
@@ -11,14 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use flextensord_device::{
-    doorbell::Doorbell,
-    failpoint::{self, Point},
-    notice::NoticeView,
-};
+use flextensord_device::{doorbell::Doorbell, notice::NoticeView};
 use flextensord_proto::v1::{
-    HandedBack, KeptHold, LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, handed_back::What,
-    lease_ended::Reason, lease_event::Event, offload_client::OffloadClient,
+    LeaseEnded, LeaseEvent, OpenManagerRequest, Opened, handed_back::What, lease_ended::Reason,
+    lease_event::Event, offload_client::OffloadClient,
 };
 use tokio::sync::watch;
 use tonic::{Status, Streaming, transport::Channel};
@@ -26,13 +24,10 @@ use tonic::{Status, Streaming, transport::Channel};
 use crate::{
     connection::Client,
     error::{ClientError, is_transport},
-    request_id,
 };
 
-/// Limit of one attempt to take a lease up: the daemon keeps it for five seconds.
-const RESUME_LIMIT: Duration = Duration::from_secs(5);
-/// Pause between attempts.
-const RESUME_PAUSE: Duration = Duration::from_millis(20);
+/// Pause between two calls that meet a restart of the daemon.
+const AGAIN_AFTER: Duration = Duration::from_millis(20);
 
 /// What a manager has of the daemon's, to hand back to a successor.
 pub(crate) trait Possessions: std::fmt::Debug + Send + Sync {
@@ -189,7 +184,7 @@ impl Lease {
             if begin.elapsed() >= limit.min(self.patience) {
                 return Err(error);
             }
-            tokio::time::sleep(RESUME_PAUSE).await;
+            tokio::time::sleep(AGAIN_AFTER).await;
         }
     }
 
@@ -365,7 +360,7 @@ pub(crate) async fn follow(
             Some(reason) => return lease.end(&reason),
             None => lease.set(LeaseState::Detached),
         }
-        match take_up(&client, &lease, &resume).await {
+        match resumption::take_up(&client, &lease, &resume).await {
             Some(resumed) => stream = resumed,
             None => return,
         }
@@ -395,115 +390,6 @@ async fn until_lost(lease: &Lease, stream: &mut Streaming<LeaseEvent>) -> Option
 fn refusal(status: &Status) -> Option<String> {
     let failure = flextensord_proto::kind::Failure::from_status(status)?;
     (!is_transport(status) && !failure.retryable).then_some(failure.message)
-}
-
-/// Takes the lease up, as long as the patience lasts.
-async fn take_up(
-    client: &Client,
-    lease: &Lease,
-    message: &OpenManagerRequest,
-) -> Option<Streaming<LeaseEvent>> {
-    let mut begin = Instant::now();
-    let mut seen = lease.generation();
-    while begin.elapsed() < lease.patience {
-        let before = seen;
-        let attempted = attempt(client, lease, message, &mut seen).await;
-        if seen != before {
-            // a successor is there: it has its time
-            begin = Instant::now();
-        }
-        match attempted {
-            Ok(stream) => return Some(stream),
-            Err(ClientError::Refused(failure)) if !failure.retryable => {
-                // what was handed to one successor is unknown to the next
-                let answers = client.descriptors(|channel| channel.hello()).await;
-                if answers.ok() != Some(seen) {
-                    continue;
-                }
-                lease.end(&format!("it could not be taken up: {failure}"));
-                return None;
-            }
-            Err(error @ ClientError::LeaseLost { .. }) => {
-                lease.end(&error.to_string());
-                return None;
-            }
-            // nobody there yet, or not ready
-            Err(_) => tokio::time::sleep(RESUME_PAUSE).await,
-        }
-    }
-    lease.set(LeaseState::DaemonLost);
-    None
-}
-
-async fn attempt(
-    client: &Client,
-    lease: &Lease,
-    message: &OpenManagerRequest,
-    seen: &mut u64,
-) -> Result<Streaming<LeaseEvent>, ClientError> {
-    // its process must be known to a new daemon before the lease is
-    *seen = client.descriptors(|channel| channel.hello()).await?;
-    let (mut handed_back, mut holds) = (Vec::new(), Vec::new());
-    if *seen != lease.generation() {
-        handed_back = hand_back(client, lease).await?;
-        let kept = lease.rpc_holds().clone();
-        let kept = kept
-            .into_iter()
-            .map(|(hold, parts)| KeptHold { hold, parts });
-        holds = kept.collect();
-    }
-    let message = OpenManagerRequest {
-        request_id: request_id::fresh()?,
-        name: lease.name.clone(),
-        resume_token: lease.token.0.clone(),
-        device: lease.device.clone(),
-        handed_back,
-        holds,
-        ..message.clone()
-    };
-    failpoint::pass(Point::ClientResume)?;
-    let (opened, stream) = open_stream(client, message, RESUME_LIMIT).await?;
-    failpoint::pass(Point::ClientResumed)?;
-    if opened.lease_epoch != lease.epoch {
-        return Err(ClientError::LeaseLost {
-            manager: lease.name.clone(),
-            reason: "the daemon began a new lease in its place".to_owned(),
-            context_lost: lease.context_lost(),
-        });
-    }
-    let bell = fetch_bell(client, &opened).await?;
-    lease
-        .generation
-        .store(opened.daemon_generation, Ordering::Release);
-    *lease.bell.write().unwrap_or_else(PoisonError::into_inner) = bell;
-    Ok(stream)
-}
-
-/// Hands a successor what its predecessor gave.
-async fn hand_back(client: &Client, lease: &Lease) -> Result<Vec<HandedBack>, ClientError> {
-    let slot = lease
-        .possessions
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
-    let Some(possessions) = slot.and_then(|weak| weak.upgrade()) else {
-        return Ok(Vec::new());
-    };
-    let handed = client.descriptors(move |channel| {
-        let (what, descriptors): (Vec<What>, Vec<OwnedFd>) =
-            possessions.descriptors()?.into_iter().unzip();
-        // the last of it may unmap memory: on this thread, which may block
-        drop(possessions);
-        let tickets = channel.hand_back(&descriptors)?;
-        let handed = what.into_iter().zip(tickets);
-        Ok(handed
-            .map(|(what, ticket)| HandedBack {
-                what: Some(what),
-                ticket,
-            })
-            .collect())
-    });
-    handed.await
 }
 
 fn describe(ended: LeaseEnded) -> &'static str {
