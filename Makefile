@@ -49,8 +49,8 @@ bench: release ## figures of this machine
 	@test -x tests/bench/run.sh || { echo 'there are no benchmarks yet' >&2; exit 1; }
 	tests/bench/run.sh
 
-SOAK ?= --seconds 600
-soak: release ## 64 managers under random kills, for ten minutes or as SOAK says
+SOAK ?= --seconds 600 --crashes 3
+soak: release ## 64 managers under random kills of them and of the daemon, for ten minutes or as SOAK says
 	target/release/soak $(SOAK)
 
 # a GPU machine may have neither Rust nor a network: what its suites need goes into one folder

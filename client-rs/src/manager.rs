@@ -106,7 +106,17 @@ impl Manager {
             });
         }
         failpoint::pass(Point::ClientOpened)?;
-        let bell = lease::fetch_bell(client, &opened).await?;
+        let bell = match lease::fetch_bell(client, &opened).await {
+            // tickets go when the lease ends
+            Err(ClientError::Refused(failure)) if failure.kind == Kind::NotFound => {
+                return Err(ClientError::LeaseLost {
+                    manager: opened.name,
+                    reason: format!("it ended while it was opened: {}", failure.message),
+                    context_lost: false,
+                });
+            }
+            fetched => fetched?,
+        };
         let lease = Arc::new(Lease::new(opened, bell, client.options().patience));
         let follow = lease::follow(client.clone(), lease.clone(), message, stream);
         let mut manager = Self {
@@ -447,7 +457,11 @@ async fn close(client: Client, lease: Arc<Lease>, limit: Duration) -> Result<(),
         let message = request(message.clone(), limit);
         async move { OffloadClient::new(channel).close_manager(message).await }
     });
-    answer.await.map(drop)
+    match answer.await {
+        // a daemon that died after it closed the manager, before it could say so
+        Err(ClientError::Refused(failure)) if failure.kind == Kind::LeaseLost => Ok(()),
+        closed => closed.map(drop),
+    }
 }
 
 #[cfg(test)]

@@ -18,7 +18,8 @@ use flextensord_device::{
     journal::JournalFile,
     process::{Peer, Process, start_time},
 };
-use tokio::time;
+use flextensord_proto::v1::lease_ended::Reason;
+use tokio::{task::JoinHandle, time};
 
 use super::{
     error::ManagerError,
@@ -317,6 +318,25 @@ impl Managers {
                 return std::future::pending().await;
             }
             time::sleep(LOOK).await;
+        }
+    }
+
+    /// Ends the manager that a token owns, or gives it up where it waits for its owner, who
+    /// does not want it any more. Returns what to wait for, if anything.
+    ///
+    /// # Errors
+    /// As [`Managers::find`].
+    pub fn close(&self, peer: Peer, token: &[u8]) -> Result<Option<JoinHandle<()>>, ManagerError> {
+        let digest = record::token_digest(token);
+        let own =
+            |orphan: &Orphan| orphan.record.uid == peer.uid && orphan.record.token_digest == digest;
+        let given_up = self.give_up(own);
+        for orphan in &given_up {
+            self.forget(&orphan.record, "its owner closed it");
+        }
+        match given_up.is_empty() {
+            true => Ok(self.end(&self.find(peer, token)?, Reason::Closed)),
+            false => Ok(None),
         }
     }
 

@@ -10,8 +10,8 @@ use flextensord_proto::{
         self, AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse,
         GetPlanRequest, LeaseEvent, OpenManagerRequest, Opened, PlanPage, RegisterModelRequest,
         RegisterModelResponse, ReleaseRequest, ReleaseResponse, ReportPassRequest,
-        ReportPassResponse, handed_back::What, lease_ended::Reason, offload_server::Offload,
-        register_header, register_model_request::Part,
+        ReportPassResponse, handed_back::What, offload_server::Offload, register_header,
+        register_model_request::Part,
     },
 };
 use tokio::time;
@@ -411,8 +411,8 @@ impl Offload for OffloadService {
         let message = request.into_inner();
         let content: [&[u8]; 1] = [&message.token];
         let work = async {
-            let manager = self.find(peer, &message.token)?;
-            if let Some(cleanup) = self.managers.end(&manager, Reason::Closed) {
+            let closed = self.managers.close(peer, &message.token);
+            if let Some(cleanup) = closed.map_err(Failure::from)? {
                 // memory that takes longer goes on returning in the background
                 let _: Result<_, _> = time::timeout(CLOSE_LIMIT, cleanup).await;
             }

@@ -7,7 +7,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
 };
@@ -19,6 +19,7 @@ use flextensord_tests::{
     daemon::Daemon,
     process::{binary, eventually},
     reader::{Reader, ReaderPlan},
+    supervisor::Supervisor,
 };
 
 /// Plays the load test.
@@ -42,6 +43,9 @@ struct Flags {
     /// Of a hundred processes, so many are killed.
     #[arg(long, default_value_t = 40)]
     killed: u64,
+    /// How often the daemon is killed, at random moments; a successor takes over.
+    #[arg(long, default_value_t = 0)]
+    crashes: u64,
 }
 
 fn main() -> ExitCode {
@@ -103,7 +107,7 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
         "--cpu-memory",
         "16MiB",
     ];
-    let daemon = Daemon::start_with(&program, Path::new("/dev/shm"), &options)?;
+    let mut daemon = Daemon::start_with(&program, Path::new("/dev/shm"), &options)?;
     let path = daemon.scratch().join("model.safetensors");
     checkpoint::write(&path, &checkpoint::layered(12, 2, 6000))?;
     daemon
@@ -111,7 +115,7 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
         .load(&path, "model", &LoadOptions::default(), |_| ())?;
     // one of everything first: threads and buffers that stay are there then
     run_one(
-        &daemon,
+        &daemon.socket(),
         &path,
         &Slot {
             flags,
@@ -122,15 +126,11 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
     )?;
     let before = settle(&daemon, None)?;
     let (kills, passes) = (AtomicU64::new(0), AtomicU64::new(0));
+    let supervisor = Supervisor::new(daemon);
+    let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         let slot = |index: u64| {
-            let mut random = seed.wrapping_mul(0x9e37_79b9).wrapping_add(index * 7919) | 1;
-            let mut next = move |bound: u64| {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                (random >> 20) % bound.max(1)
-            };
+            let mut next = random(seed, index);
             let name = format!("m-{index}");
             loop {
                 let killed = next(100) < flags.killed;
@@ -140,7 +140,7 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
                     name: &name,
                     seed: next(1 << 40),
                 };
-                if run_one(&daemon, &path, &slot, after)? {
+                if run_one(supervisor.socket(), &path, &slot, after)? {
                     passes.fetch_add(flags.passes, Relaxed);
                     return Ok::<(), SceneError>(());
                 }
@@ -150,11 +150,23 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
         let threads: Vec<_> = (0..flags.managers)
             .map(|index| scope.spawn(move || slot(index)))
             .collect();
-        threads.into_iter().try_for_each(|thread| {
-            let ended = |_| SceneError::Unexpected("a thread of the test ended".to_owned());
-            thread.join().map_err(ended)?
-        })
+        scope.spawn(|| {
+            let mut next = random(seed, flags.managers);
+            for _ in 0..flags.crashes {
+                thread::sleep(Duration::from_millis(500 + next(4000)));
+                // a daemon that cannot be killed is one that its readers complain of
+                if is_over.load(Relaxed) || supervisor.crash().is_err() {
+                    return;
+                }
+            }
+        });
+        let ended = |_| SceneError::Unexpected("a thread of the test ended".to_owned());
+        let all: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
+        is_over.store(true, Relaxed);
+        all.into_iter().try_for_each(|end| end.map_err(ended)?)
     })?;
+    let (crashes, _) = supervisor.ends();
+    daemon = supervisor.release()?;
     let after = settle(&daemon, Some(before))?;
     let moved = daemon
         .status()?
@@ -162,11 +174,11 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
         .first()
         .and_then(|d| d.transfer)
         .unwrap_or_default();
-    if moved.protocol_violations > 0 || moved.parts_revoked == 0 {
+    if moved.protocol_violations > 0 || crashes == 0 && moved.parts_revoked == 0 {
         return Err(SceneError::Unexpected(format!("{moved:?}")));
     }
     Ok(format!(
-        "{} managers, {} passes, {} killed, {} parts filled, {} revoked, private memory {} -> {} KiB, {:.0} s",
+        "{} managers, {} passes, {} killed, {crashes} daemons killed, {} parts filled, {} revoked, private memory {} -> {} KiB, {:.0} s",
         flags.managers,
         passes.into_inner(),
         kills.into_inner(),
@@ -176,6 +188,17 @@ fn play(flags: &Flags, seed: u64) -> Result<String, SceneError> {
         after.private_kib,
         begin.elapsed().as_secs_f64(),
     ))
+}
+
+/// xorshift, for the process of that number.
+fn random(seed: u64, index: u64) -> impl FnMut(u64) -> u64 {
+    let mut random = seed.wrapping_mul(0x9e37_79b9).wrapping_add(index * 7919) | 1;
+    move |bound: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random >> 20) % bound.max(1)
+    }
 }
 
 /// One manager's process.
@@ -188,7 +211,7 @@ struct Slot<'a> {
 /// Runs a process to its end, or kills it after a while. Returns whether it came to its
 /// end.
 fn run_one(
-    daemon: &Daemon,
+    socket: &Path,
     path: &Path,
     slot: &Slot<'_>,
     kill_after: Option<Duration>,
@@ -206,7 +229,7 @@ fn run_one(
         .with("--seed", slot.seed)
         .with("--passes", slot.flags.passes);
     // the name of a killed process is free at once, but not before it is dead
-    let mut reader = Reader::start(daemon, &plan)?;
+    let mut reader = Reader::start_at(socket, &plan)?;
     match kill_after {
         None => {
             let registered = reader.expect("registered")?;

@@ -185,13 +185,14 @@ impl Actor {
             ..OpenOptions::default()
         };
         let mut opened = None;
-        say(What::Open, &name, None, || {
+        let answer = say(What::Open, &name, None, || {
             let manager = self.client.open(options)?;
             let epoch = manager.asynchronous()?.lease_epoch();
             let more = json!({ "name": manager.name(), "epoch": epoch });
             opened = Some(manager);
             Ok(more)
         })?;
+        expect(&answer, "open", &["MANAGER_TAKEN"])?;
         if let Some(manager) = &mut opened {
             manager.set_acquire_limit(LIMIT);
         }

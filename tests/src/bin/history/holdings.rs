@@ -79,7 +79,11 @@ pub(crate) fn holdings(calls: &[Call], deeds: &Deeds) -> (Vec<Holding>, Vec<Stri
         for call in own {
             match call.what {
                 What::Open => {
-                    all.extend(now.take());
+                    // given up with an error that left open whether it was over
+                    if let Some(mut holding) = now.take() {
+                        holding.end(holding.from, call.begin.saturating_add(GRACE));
+                        all.push(holding);
+                    }
                     now = opened(call, deeds);
                 }
                 What::Register | What::Use | What::Close => {
@@ -127,7 +131,9 @@ fn opened(call: &Call, deeds: &Deeds) -> Option<Holding> {
         Answer::Ok => {}
         // it may have been opened, and nobody knows
         Answer::Unknown => holding.end(0, call.end.saturating_add(GRACE)),
-        Answer::Refused(_) | Answer::Lost => return None,
+        // somebody ended it before its owner was told of it
+        Answer::Lost => holding.end(0, call.end),
+        Answer::Refused(_) => return None,
     }
     if !deeds.adopts
         && let Some(crash) = deeds.crashes.iter().find(|moment| **moment >= call.begin)

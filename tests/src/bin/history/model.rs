@@ -103,10 +103,23 @@ fn status_tells_what_is(calls: &[Call], held: &[Holding], found: &mut Vec<String
                     && h.may_meet(call.begin, call.end)
             };
             if !held.iter().any(|h| may(&h)) {
-                found.push(format!("{name} of epoch {epoch} is nobody's: {call:?}"));
+                let before = before(calls, name, call.end);
+                let text = format!("{name} of epoch {epoch} is nobody's: {call:?}");
+                found.push(format!("{text} after {before:?}"));
             }
         }
     }
+}
+
+/// The last calls that may have made a manager of that name.
+fn before<'a>(calls: &'a [Call], name: &str, end: Moment) -> Vec<&'a Call> {
+    let of = |call: &&Call| {
+        call.what == What::Open && (call.name == name || call.name.is_empty()) && call.begin < end
+    };
+    let mut opens: Vec<&Call> = calls.iter().filter(of).collect();
+    opens.sort_by_key(|call| std::cmp::Reverse(call.begin));
+    opens.truncate(4);
+    opens
 }
 
 fn in_use_is_not_dropped(call: &Call, held: &[Holding], found: &mut Vec<String>) {
