@@ -88,6 +88,8 @@ def test_unknown_layers_tokens_holds_and_parts_are_refused_by_name(scene, stubs)
         "INVALID_ARGUMENT", "keep_parts", "parts of hold", before=held,
     )
     manager.release(hold.hold)
+    # what was given back is filled again
+    before = witness.snapshot()
     layers = iter(
         [
             message.RegisterModelRequest(
