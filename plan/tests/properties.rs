@@ -131,6 +131,12 @@ prop_compose! {
     }
 }
 
+/// `PROPTEST_CASES`, or a number that takes seconds.
+fn cases() -> u32 {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    asked.and_then(|cases| cases.parse().ok()).unwrap_or(96)
+}
+
 fn within(input: &Input, budget: u64) -> Input {
     Input {
         goal: Goal::Memory { budget },
@@ -147,7 +153,7 @@ fn feasible(input: Input) -> Input {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(96))]
+    #![proptest_config(ProptestConfig::with_cases(cases()))]
 
     #[test]
     fn every_plan_keeps_its_word(input in inputs(), strategy in 0usize..6, blocks in any::<bool>()) {
