@@ -214,7 +214,8 @@ impl ClientError {
     pub(crate) fn is_of_a_restart(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Transport { .. } => true,
-            Self::Refused(failure) => failure.kind == Kind::Recovering,
+            // who stops may have a successor; who is not kept for one learns it by the lease
+            Self::Refused(failure) => matches!(failure.kind, Kind::Recovering | Kind::Draining),
             _ => false,
         }
     }

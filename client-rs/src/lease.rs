@@ -38,6 +38,18 @@ pub(crate) trait Possessions: std::fmt::Debug + Send + Sync {
     fn descriptors(&self) -> Result<Vec<(What, OwnedFd)>, ClientError>;
 }
 
+/// What is to be handed back to a successor.
+#[derive(Debug, Default)]
+enum Owned {
+    /// No plan is mapped.
+    #[default]
+    Nothing,
+    /// None is, and a successor was told so.
+    Disclaimed,
+    /// A plan's.
+    These(Weak<dyn Possessions>),
+}
+
 /// How a lease stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -96,7 +108,7 @@ pub(crate) struct Lease {
     release_error: Mutex<Option<ClientError>>,
     fate: AtomicU8,
     /// Once a model is registered.
-    possessions: Mutex<Option<Weak<dyn Possessions>>>,
+    possessions: Mutex<Owned>,
     /// Holds over RPC: number and streamed parts.
     rpc_holds: Mutex<BTreeMap<u64, Vec<u32>>>,
     /// Tells that the lease is over.
@@ -136,13 +148,26 @@ impl Lease {
         }
     }
 
-    /// Says what is to be handed back to a successor.
-    pub(crate) fn owns(&self, possessions: Weak<dyn Possessions>) {
-        let mut slot = self
-            .possessions
+    /// A registration was answered: what it gave is about to be mapped.
+    pub(crate) fn expects(&self) {
+        *self.owned() = Owned::Nothing;
+    }
+
+    /// Says what is to be handed back to a successor. `false` when one was told meanwhile that
+    /// there is nothing: what was mapped is nobody's.
+    pub(crate) fn owns(&self, possessions: Weak<dyn Possessions>) -> bool {
+        let mut owned = self.owned();
+        let is_still_own = !matches!(*owned, Owned::Disclaimed);
+        if is_still_own {
+            *owned = Owned::These(possessions);
+        }
+        is_still_own
+    }
+
+    fn owned(&self) -> MutexGuard<'_, Owned> {
+        self.possessions
             .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        *slot = Some(possessions);
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes a hold over RPC.

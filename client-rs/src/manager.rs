@@ -89,6 +89,7 @@ impl Manager {
             link_weight: options.link_weight,
             handed_back: Vec::new(),
             holds: Vec::new(),
+            nothing_mapped: false,
         };
         // where the daemon can have no pidfd, this connection's end is our death: it
         // stands before the lease does
@@ -151,21 +152,45 @@ impl Manager {
             return Err(ClientError::State("the manager has a model already"));
         }
         failpoint::pass(Point::ClientRegister)?;
+        loop {
+            let generation = self.lease.generation();
+            let (answer, mapped) = self.register_once(weight_set, layers, budget).await?;
+            let plane = match mapped {
+                Ok(plane) => Arc::new(plane),
+                // what a daemon has registered is forgotten with it unless it was mapped
+                Err(_) if self.lease.generation() != generation => continue,
+                Err(error) => return Err(self.explain(error)),
+            };
+            let possessions = Arc::downgrade(&plane);
+            if self.lease.owns(possessions) {
+                self.plane = Some(plane);
+                self.registered = Some(answer);
+                break;
+            }
+        }
+        failpoint::pass(Point::ClientMapped)?;
+        let none = ClientError::State("no model is registered with the manager");
+        self.registered.as_ref().ok_or(none)
+    }
+
+    /// Registers, and maps what that gave.
+    async fn register_once(
+        &self,
+        weight_set: &str,
+        layers: &[LayerSpec],
+        budget: Budget,
+    ) -> Result<(RegisterModelResponse, Result<Plane, ClientError>), ClientError> {
         let answer = registration::register(&self.client, &self.lease, weight_set, layers, budget);
         let answer = answer.await.map_err(|error| self.explain(error))?;
+        self.lease.expects();
         failpoint::pass(Point::ClientRegistered)?;
         let map = || registration::map_plan(&self.client, &self.lease, self.context.as_ref());
-        let plane = match map().await {
+        let mapped = match map().await {
             // tickets go when the lease ends or a daemon does: the next call says which
             Err(ClientError::Refused(failure)) if failure.kind == Kind::NotFound => map().await,
             mapped => mapped,
         };
-        let plane = Arc::new(plane.map_err(|error| self.explain(error))?);
-        let possessions = Arc::downgrade(&plane);
-        self.lease.owns(possessions);
-        self.plane = Some(plane);
-        failpoint::pass(Point::ClientMapped)?;
-        Ok(self.registered.insert(answer))
+        Ok((answer, mapped))
     }
 
     /// Its name.

@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
-    io::{self, Write as _},
+    io::{self, Read as _, Write as _},
     os::unix::fs::{
         DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
     },
@@ -12,6 +12,7 @@ use std::{
 
 use flextensord_device::failpoint::{self, Point};
 use flextensord_proto::name;
+use nix::fcntl::OFlag;
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Ending of the name of a file that is being written.
@@ -42,6 +43,32 @@ pub enum StateError {
         /// Where it goes wrong.
         source: serde_json::Error,
     },
+}
+
+/// Most bytes of a file: the record of a set with the largest header that is taken.
+const FILE_BYTES: u64 = 512 << 20;
+
+/// The bytes of a file, of nothing but a regular one of bounded size: what somebody else put
+/// there must not hold the daemon up.
+fn contents(path: &Path) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits())
+        .open(path)?;
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    if found.len() > FILE_BYTES {
+        let text = format!(
+            "it has {} bytes, over the limit of {FILE_BYTES}",
+            found.len()
+        );
+        return Err(io::Error::other(text));
+    }
+    let mut bytes = Vec::new();
+    file.take(FILE_BYTES).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// A directory of mode 0700 with one JSON file an object.
@@ -141,7 +168,7 @@ impl StateDirectory {
     /// When it cannot be read, or does not hold a `T`.
     pub fn read<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, StateError> {
         let path = self.file(name)?;
-        let bytes = match fs::read(&path) {
+        let bytes = match contents(&path) {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => {

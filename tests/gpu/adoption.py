@@ -25,16 +25,7 @@ PINNED = 3.0
 def replay_until_told(line: Line, run: Run) -> dict:
     """Replays of a captured pass with all bytes compared inside."""
     consumer = Consumer(run)
-    cuda = consumer.torch.cuda
-    side = cuda.Stream()
-    side.wait_stream(cuda.current_stream())
-    with cuda.stream(side):
-        consumer.steps(consumer.layers, consumer.verify)
-    cuda.synchronize()
-    graph = cuda.CUDAGraph()
-    with cuda.graph(graph, stream=side):
-        consumer.steps(consumer.layers, consumer.verify)
-    cuda.synchronize()
+    graph, cuda = consumer.captured_pass(), consumer.torch.cuda
     line.put(consumer.answer)
     passes = []
     while not line.asked():

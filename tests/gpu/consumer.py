@@ -131,6 +131,20 @@ class Consumer:
         self.torch.cuda.synchronize()
         return began, time.monotonic()
 
+    def captured_pass(self):
+        """The graph of a pass in order with all bytes compared, after an eager one."""
+        cuda = self.torch.cuda
+        side = cuda.Stream()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            self.steps(self.layers, self.verify)
+        cuda.synchronize()
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph, stream=side):
+            self.steps(self.layers, self.verify)
+        cuda.synchronize()
+        return graph
+
     def found(self) -> dict:
         """Waits for all that is queued, and says what was compared and what was wrong."""
         self.torch.cuda.synchronize()

@@ -153,16 +153,7 @@ def captured_pass(bench: Bench) -> None:
     """A pass captured once and replayed 100 times, its bytes compared inside; then eager again."""
     run = load(bench, bench.daemon(), evenly(24, 16 * MIB), 5, budget=52 * MIB)
     consumer = Consumer(run)
-    cuda = consumer.torch.cuda
-    side = cuda.Stream()
-    side.wait_stream(cuda.current_stream())
-    with cuda.stream(side):
-        consumer.steps(consumer.layers, consumer.verify)
-    cuda.synchronize()
-    graph = cuda.CUDAGraph()
-    with cuda.graph(graph, stream=side):
-        consumer.steps(consumer.layers, consumer.verify)
-    cuda.synchronize()
+    graph, cuda = consumer.captured_pass(), consumer.torch.cuda
     bench.say("captured")
     for _ in range(100):
         graph.replay()

@@ -5,7 +5,8 @@ use std::{
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use flextensord_client::{Address, ConnectOptions, blocking::Client, v1::StatusResponse};
@@ -21,7 +22,7 @@ use tempfile::TempDir;
 
 use crate::{
     SceneError,
-    process::{Guarded, binary, eventually},
+    process::{Guarded, binary},
 };
 
 /// The variable that describes the driver in host memory to the binaries of the tests.
@@ -173,7 +174,7 @@ impl Daemon {
             .arg(&shm)
             .args(flags)
             .stdin(Stdio::null());
-        let daemon = Self {
+        let mut daemon = Self {
             process: Guarded(spawn(&mut command)?),
             command,
             directory,
@@ -195,6 +196,24 @@ impl Daemon {
     pub fn restart(&mut self) -> Result<(), SceneError> {
         self.process = Guarded(spawn(&mut self.command)?);
         self.until_it_serves()
+    }
+
+    /// As [`Daemon::restart`], with another value of a flag that it was started with.
+    ///
+    /// # Errors
+    /// When it was not, and as [`Daemon::restart`].
+    pub fn restart_with(&mut self, flag: &str, value: &str) -> Result<(), SceneError> {
+        let mut arguments: Vec<_> = self.command.get_args().map(ToOwned::to_owned).collect();
+        let at = arguments.iter().position(|argument| argument == flag);
+        let unset = || SceneError::Unexpected(format!("it was started without {flag}"));
+        *at.and_then(|at| arguments.get_mut(at + 1))
+            .ok_or_else(unset)? = value.into();
+        let mut command = Command::new(self.command.get_program());
+        let set = self.command.get_envs();
+        command.envs(set.filter_map(|(name, value)| Some((name, value?))));
+        command.args(arguments).stdin(Stdio::null());
+        self.command = command;
+        self.restart()
     }
 
     /// Kills it with SIGKILL, and waits for its end.
@@ -237,13 +256,19 @@ impl Daemon {
         ended.map_err(|e| SceneError::io("look at the daemon", e))
     }
 
-    fn until_it_serves(&self) -> Result<(), SceneError> {
+    fn until_it_serves(&mut self) -> Result<(), SceneError> {
+        let deadline = Instant::now() + SOON;
         // its sockets take connections before it serves
-        eventually("the daemon serves", SOON, || {
-            self.status()
-                .ok()
-                .filter(|status| status.phase == "serving")
-        })?;
+        while !self.status().is_ok_and(|status| status.phase == "serving") {
+            let ended = self.process.0.try_wait();
+            let ended = ended.map_err(|e| SceneError::io("wait", e))?;
+            if ended.is_some() || Instant::now() > deadline {
+                return Err(SceneError::Unexpected(format!(
+                    "the daemon does not serve within {SOON:?}: {ended:?}"
+                )));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
         Ok(())
     }
 

@@ -14,8 +14,11 @@ use flextensord_tests::{
     reader::{Reader, ReaderPlan},
 };
 use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
+    sys::{
+        signal::{Signal, kill},
+        stat::Mode,
+    },
+    unistd::{Pid, mkfifo},
 };
 
 const KEEP: [&str; 6] = [
@@ -111,6 +114,15 @@ fn open(client: &blocking::Client, name: &str) -> blocking::Manager {
     client.open(options).unwrap()
 }
 
+/// A layer a tensor.
+fn layers(tensors: &[checkpoint::Tensor]) -> Vec<LayerSpec> {
+    let layer = |tensor: &checkpoint::Tensor| LayerSpec {
+        name: tensor.name.clone(),
+        tensors: vec![tensor.name.clone()],
+    };
+    tensors.iter().map(layer).collect()
+}
+
 fn until_live(manager: &blocking::Manager) {
     let live = || (manager.lease_state() == LeaseState::Live).then_some(());
     eventually("the lease is taken up", SOON, live).unwrap();
@@ -134,13 +146,7 @@ fn a_manager_without_a_model_and_its_name_outlive_the_daemon() {
     assert!(taken.to_string().contains("early"), "{taken}");
     // a call that comes before the lease is taken up waits for it
     let tensors = checkpoint::read(&path).unwrap();
-    let layers: Vec<LayerSpec> = tensors
-        .iter()
-        .map(|tensor| LayerSpec {
-            name: tensor.name.clone(),
-            tensors: vec![tensor.name.clone()],
-        })
-        .collect();
+    let layers = layers(&tensors);
     manager
         .register("model", &layers, Budget::Bytes(2_400_000))
         .unwrap();
@@ -161,13 +167,7 @@ fn holds_over_rpc_are_kept_for_their_client_and_no_others() {
     let client = daemon.client().unwrap();
     let mut manager = open(&client, "holder");
     let tensors = checkpoint::read(&path).unwrap();
-    let layers: Vec<LayerSpec> = tensors
-        .iter()
-        .map(|tensor| LayerSpec {
-            name: tensor.name.clone(),
-            tensors: vec![tensor.name.clone()],
-        })
-        .collect();
+    let layers = layers(&tensors);
     manager
         .register("model", &layers, Budget::Bytes(1_300_000))
         .unwrap();
@@ -260,18 +260,6 @@ fn what_was_kept_is_removed_when_no_successor_is_to_come() {
     let reader = Reader::start(&daemon, &plan(&path).with("--passes", 100_000)).unwrap();
     reader.expect("registered").unwrap();
     // not under a daemon that serves
-    let reap = |daemon: &Daemon| {
-        let mut command = Command::new(binary("flextensord").unwrap());
-        command
-            .arg("reap")
-            .arg("--runtime-dir")
-            .arg(daemon.runtime_dir());
-        command.arg("--shm-dir").arg(daemon.shm());
-        command
-            .args(["--instance", daemon.instance()])
-            .output()
-            .unwrap()
-    };
     let refused = reap(&daemon);
     assert_eq!(refused.status.code(), Some(73));
     let pid = format!("process {}", daemon.pid());
@@ -300,6 +288,175 @@ fn what_was_kept_is_removed_when_no_successor_is_to_come() {
         String::from_utf8_lossy(&again.stdout),
         "removed 0 segments and 0 managers\n"
     );
+}
+
+#[test]
+fn readers_over_rpc_go_on_over_orderly_restarts() {
+    let (mut daemon, path) = setting(&KEEP);
+    let readers: Vec<Reader> = (1..=4)
+        .map(|seed| {
+            let plan = plan(&path)
+                .with("--order", "random")
+                .with("--seed", seed)
+                .with("--passes", 60)
+                .with("--via", "rpc");
+            Reader::start(&daemon, &plan).unwrap()
+        })
+        .collect();
+    for reader in &readers {
+        reader.expect("registered").unwrap();
+    }
+    for _ in 0..6 {
+        assert!(daemon.stop().unwrap().success());
+        daemon.restart().unwrap();
+    }
+    for reader in readers {
+        reader.finish().unwrap();
+    }
+}
+
+#[test]
+fn a_lock_file_that_was_removed_lets_nobody_reap_under_a_living_daemon() {
+    let (daemon, _) = setting(&KEEP);
+    fs::remove_file(daemon.instance_dir().join("lock")).unwrap();
+    let refused = reap(&daemon);
+    assert_eq!(refused.status.code(), Some(73), "{refused:?}");
+    assert_eq!(daemon.segments().len(), 1);
+    assert!(daemon.state().iter().any(|name| name.ends_with(".json")));
+}
+
+/// Files of another type, where a daemon looks for its own.
+#[test]
+fn a_pipe_in_the_place_of_a_file_holds_no_start_up() {
+    let (mut daemon, _) = setting(&KEEP);
+    let client = daemon.client().unwrap();
+    let manager = open(&client, "piped");
+    daemon.crash().unwrap();
+    let state = daemon.instance_dir().join("state");
+    let record = daemon
+        .state()
+        .into_iter()
+        .find(|name| name.starts_with("manager-"))
+        .unwrap();
+    for name in [record.as_str(), "set-0.json"] {
+        let _ = fs::remove_file(state.join(name));
+        mkfifo(&state.join(name), Mode::S_IRWXU).unwrap();
+    }
+    daemon.restart().unwrap();
+    assert_eq!(daemon.segments().len(), 1);
+    drop(manager);
+    for place in ["state/generation", "lock"] {
+        daemon.crash().unwrap();
+        let path = daemon.instance_dir().join(place);
+        fs::remove_file(&path).unwrap();
+        mkfifo(&path, Mode::S_IRWXU).unwrap();
+        // it does not wait for who never writes
+        let error = daemon.restart().unwrap_err();
+        assert!(daemon.wait().is_ok(), "{place}: {error}");
+        fs::remove_file(&path).unwrap();
+        daemon.restart().unwrap();
+    }
+}
+
+#[test]
+fn a_generation_that_is_gone_is_had_from_the_managers() {
+    let (mut daemon, path) = setting(&KEEP);
+    let reader = Reader::start(&daemon, &plan(&path).with("--passes", 40)).unwrap();
+    reader.expect("registered").unwrap();
+    daemon.crash().unwrap();
+    fs::remove_file(daemon.instance_dir().join("state/generation")).unwrap();
+    daemon.restart().unwrap();
+    assert_eq!(daemon.status().unwrap().daemon_generation, 2);
+    let other = open(&daemon.client().unwrap(), "other");
+    reader.finish().unwrap();
+    other.close().unwrap();
+}
+
+#[test]
+fn a_record_with_a_wrong_plan_ends_that_manager_and_not_the_daemon() {
+    let (mut daemon, path) = setting(&KEEP);
+    let damages: [fn(&mut serde_json::Value); 4] = [
+        |plan| plan["stream_order"] = serde_json::json!([4_000_000_000_u32]),
+        |plan| plan["ring_bytes"] = serde_json::json!(1_u64 << 62),
+        |plan| plan["blocks"][0]["parts"] = serde_json::json!([4_000_000_000_u32]),
+        |plan| plan["places"].as_array_mut().unwrap().clear(),
+    ];
+    for damage in damages {
+        let mut reader = Reader::start(&daemon, &plan(&path).with("--passes", 100_000)).unwrap();
+        reader.expect("registered").unwrap();
+        daemon.crash().unwrap();
+        let state = daemon.instance_dir().join("state");
+        let records = daemon.state().into_iter();
+        let name = records
+            .filter(|name| name.starts_with("manager-") && name.ends_with(".json"))
+            .max()
+            .unwrap();
+        let mut record: serde_json::Value =
+            serde_json::from_slice(&fs::read(state.join(&name)).unwrap()).unwrap();
+        damage(&mut record["plans"][0]["plan"]);
+        fs::write(state.join(&name), record.to_string()).unwrap();
+        daemon.restart().unwrap();
+        eventually("its reader is told", SOON, || {
+            reader.has_failed().unwrap().then_some(())
+        })
+        .unwrap();
+        assert_eq!(daemon.status().unwrap().phase, "serving");
+    }
+}
+
+#[test]
+fn a_manager_that_waits_is_seen_and_may_be_terminated() {
+    let (mut daemon, path) = setting(&KEEP);
+    let plan = plan(&path)
+        .with("--passes", 100_000)
+        .with("--manager", "absent");
+    let reader = Reader::start(&daemon, &plan).unwrap();
+    reader.expect("registered").unwrap();
+    let pid = Pid::from_raw(i32::try_from(reader.pid()).unwrap());
+    kill(pid, Signal::SIGSTOP).unwrap();
+    daemon.crash().unwrap();
+    daemon.restart().unwrap();
+    let seen = daemon.status().unwrap().managers;
+    assert_eq!(
+        (seen.len(), seen[0].lease.as_str()),
+        (1, "waiting"),
+        "{seen:?}"
+    );
+    let client = daemon.client().unwrap();
+    assert!(client.terminate("absent", None).unwrap() > 0);
+    assert!(daemon.status().unwrap().managers.is_empty());
+    open(&client, "absent").close().unwrap();
+    client.drop_weight_set("model").unwrap();
+    kill(pid, Signal::SIGCONT).unwrap();
+    drop(reader);
+}
+
+#[test]
+fn a_stop_for_good_leaves_nothing_of_managers_that_wait() {
+    let (mut daemon, path) = setting(&KEEP);
+    let reader = Reader::start(&daemon, &plan(&path).with("--passes", 100_000)).unwrap();
+    reader.expect("registered").unwrap();
+    let pid = Pid::from_raw(i32::try_from(reader.pid()).unwrap());
+    kill(pid, Signal::SIGSTOP).unwrap();
+    daemon.crash().unwrap();
+    daemon.restart_with("--on-stop", "remove").unwrap();
+    assert!(daemon.stop().unwrap().success());
+    let left = daemon.state();
+    assert_eq!(left, ["generation"]);
+    assert!(daemon.segments().is_empty());
+}
+
+fn reap(daemon: &Daemon) -> std::process::Output {
+    let mut command = Command::new(binary("flextensord").unwrap());
+    command
+        .arg("reap")
+        .arg("--runtime-dir")
+        .arg(daemon.runtime_dir());
+    command.arg("--shm-dir").arg(daemon.shm());
+    command
+        .args(["--instance", daemon.instance()])
+        .output()
+        .unwrap()
 }
 
 #[test]

@@ -13,7 +13,7 @@ use flextensord_proto::v1::{
 };
 use tonic::Streaming;
 
-use super::{Lease, LeaseState, fetch_bell, open_stream};
+use super::{Lease, LeaseState, Owned, fetch_bell, open_stream};
 use crate::{connection::Client, error::ClientError, request_id};
 
 /// Limit of one attempt: the daemon keeps a lease for five seconds.
@@ -68,8 +68,12 @@ async fn attempt(
     // its process must be known to a new daemon before the lease is
     *seen = client.descriptors(|channel| channel.hello()).await?;
     let (mut handed_back, mut holds) = (Vec::new(), Vec::new());
+    let mut nothing_mapped = false;
     if *seen != lease.generation() {
-        handed_back = hand_back(client, lease).await?;
+        match hand_back(client, lease).await? {
+            Some(handed) => handed_back = handed,
+            None => nothing_mapped = true,
+        }
         let kept = lease.rpc_holds().clone();
         let kept = kept
             .into_iter()
@@ -83,6 +87,7 @@ async fn attempt(
         device: lease.device.clone(),
         handed_back,
         holds,
+        nothing_mapped,
         ..message.clone()
     };
     failpoint::pass(Point::ClientResume)?;
@@ -103,15 +108,20 @@ async fn attempt(
     Ok(stream)
 }
 
-/// Hands a successor what its predecessor gave.
-async fn hand_back(client: &Client, lease: &Lease) -> Result<Vec<HandedBack>, ClientError> {
-    let slot = lease
-        .possessions
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
-    let Some(possessions) = slot.and_then(|weak| weak.upgrade()) else {
-        return Ok(Vec::new());
+/// Hands a successor what its predecessor gave; none when nothing is mapped.
+async fn hand_back(client: &Client, lease: &Lease) -> Result<Option<Vec<HandedBack>>, ClientError> {
+    let possessions = {
+        let mut owned = lease.owned();
+        match &*owned {
+            Owned::These(possessions) => possessions.upgrade(),
+            Owned::Nothing | Owned::Disclaimed => {
+                *owned = Owned::Disclaimed;
+                None
+            }
+        }
+    };
+    let Some(possessions) = possessions else {
+        return Ok(None);
     };
     let handed = client.descriptors(move |channel| {
         let (what, descriptors): (Vec<What>, Vec<OwnedFd>) =
@@ -120,12 +130,14 @@ async fn hand_back(client: &Client, lease: &Lease) -> Result<Vec<HandedBack>, Cl
         drop(possessions);
         let tickets = channel.hand_back(&descriptors)?;
         let handed = what.into_iter().zip(tickets);
-        Ok(handed
-            .map(|(what, ticket)| HandedBack {
-                what: Some(what),
-                ticket,
-            })
-            .collect())
+        Ok(Some(
+            handed
+                .map(|(what, ticket)| HandedBack {
+                    what: Some(what),
+                    ticket,
+                })
+                .collect(),
+        ))
     });
     handed.await
 }

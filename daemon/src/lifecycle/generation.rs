@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, Write as _},
+    io::{self, Read as _, Write as _},
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
 };
@@ -10,6 +10,7 @@ use std::{
 use nix::fcntl::OFlag;
 
 use super::lock::InstanceLock;
+use crate::managers::record;
 
 /// Why the generation is not known.
 #[derive(Debug, thiserror::Error)]
@@ -45,9 +46,10 @@ pub fn next(state: &Path, _lock: &InstanceLock) -> Result<u64, GenerationError> 
         path: path.clone(),
         source,
     };
-    let last: u64 = match fs::read_to_string(&path) {
+    let last: u64 = match read(&path) {
         Ok(text) => text.trim().parse().ok(),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Some(0),
+        // ids of managers hold the generation that gave them: they must not be given again
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Some(seen_in(state)),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => None,
         Err(error) => return Err(kernel(error)),
     }
@@ -57,6 +59,30 @@ pub fn next(state: &Path, _lock: &InstanceLock) -> Result<u64, GenerationError> 
         .ok_or_else(|| GenerationError::NoNumber { path: path.clone() })?;
     write(state, &path, generation).map_err(kernel)?;
     Ok(generation)
+}
+
+/// The text of a small regular file.
+fn read(path: &Path) -> io::Result<String> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits())
+        .open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let mut text = String::new();
+    file.take(64).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// The highest generation that a file in `state` tells of; 0 when none does.
+fn seen_in(state: &Path) -> u64 {
+    let entries = fs::read_dir(state).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| record::id_of(entry.file_name().to_str()?))
+        .map(|id| id >> 32)
+        .max()
+        .unwrap_or(0)
 }
 
 fn write(state: &Path, path: &Path, generation: u64) -> io::Result<()> {

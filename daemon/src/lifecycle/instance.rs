@@ -145,16 +145,7 @@ impl Instance {
         check_shm_dir(settings)?;
         let directory = Directory::prepare(&settings.runtime_dir, &settings.instance)?;
         let lock = InstanceLock::take(&directory.path.join("lock"))?;
-        // a lock file that was removed under a living daemon locks nobody out
-        let sockets = [
-            (settings.grpc_socket(), Purpose::Grpc),
-            (settings.channel_socket(), Purpose::Channel),
-        ];
-        for (path, purpose) in sockets {
-            if let Occupant::Listener { pid } = socket::occupant(&path, purpose)? {
-                return Err(SocketError::Answered { path, pid }.into());
-            }
-        }
+        refuse_living(settings)?;
         let generation = generation::next(&directory.state, &lock)?;
         Ok(Self {
             bound: Vec::new(),
@@ -183,6 +174,24 @@ impl Instance {
     pub fn close(self) {
         drop(self);
     }
+}
+
+/// Refuses while a daemon answers at the instance's sockets: a lock file that was removed
+/// under it locks nobody out.
+///
+/// # Errors
+/// [`SocketError::Answered`], and when a socket cannot be looked at.
+pub(super) fn refuse_living(settings: &Settings) -> Result<(), StartError> {
+    let sockets = [
+        (settings.grpc_socket(), Purpose::Grpc),
+        (settings.channel_socket(), Purpose::Channel),
+    ];
+    for (path, purpose) in sockets {
+        if let Occupant::Listener { pid } = socket::occupant(&path, purpose)? {
+            return Err(SocketError::Answered { path, pid }.into());
+        }
+    }
+    Ok(())
 }
 
 fn check_shm_dir(settings: &Settings) -> Result<(), StartError> {

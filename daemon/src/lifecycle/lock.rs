@@ -5,6 +5,8 @@ use std::{
     io::{self, Read as _, Seek as _, Write as _},
     os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 use flextensord_device::process::start_time;
@@ -65,9 +67,13 @@ impl InstanceLock {
                 .truncate(false)
                 // whoever can open the file can lock it, and so keep the daemon out
                 .mode(0o600)
-                .custom_flags(OFlag::O_NOFOLLOW.bits())
+                // a pipe in its place must not hold the start up
+                .custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits())
                 .open(path)
                 .map_err(kernel)?;
+            if !file.metadata().map_err(kernel)?.is_file() {
+                return Err(kernel(io::Error::other("it is no regular file")));
+            }
             // whoever held it before; read while nobody writes it anew
             let mut reader = file.try_clone().map_err(kernel)?;
             let lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -75,7 +81,7 @@ impl InstanceLock {
                 Err((refused, Errno::EWOULDBLOCK)) => {
                     file = refused;
                     let path = path.to_owned();
-                    let pid = read_holder(&mut file);
+                    let pid = holder_soon(&mut file);
                     return Err(LockError::Held { path, pid });
                 }
                 Err((_, errno)) => return Err(kernel(errno.into())),
@@ -119,9 +125,21 @@ impl InstanceLock {
     }
 }
 
+/// As [`read_holder`], given a moment: who has just locked the file may not have written yet.
+fn holder_soon(file: &mut File) -> Option<u32> {
+    for _ in 0..20 {
+        if let Some(pid) = read_holder(file) {
+            return Some(pid);
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    None
+}
+
 /// The pid in a lock file, unless that process is visibly another one by now.
 fn read_holder(file: &mut File) -> Option<u32> {
     let mut text = String::new();
+    file.rewind().ok()?;
     file.take(64).read_to_string(&mut text).ok()?;
     let mut fields = text.split_ascii_whitespace();
     let pid = fields.next()?.parse().ok()?;

@@ -2,7 +2,11 @@
 
 use crate::{configuration::Settings, managers::record, state::StateDirectory, weights::leftovers};
 
-use super::{directory::Directory, instance::StartError, lock::InstanceLock};
+use super::{
+    directory::Directory,
+    instance::{StartError, refuse_living},
+    lock::InstanceLock,
+};
 
 /// What was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +35,7 @@ pub fn reap(settings: &Settings) -> Result<Reaped, StartError> {
     }
     let directory = Directory::prepare(&settings.runtime_dir, &settings.instance)?;
     let _lock = InstanceLock::take(&directory.path.join("lock"))?;
+    refuse_living(settings)?;
     let state = StateDirectory::open(&directory.state).map_err(|e| failed(e.into()))?;
     let segments = leftovers::discard(&settings.shm_dir, &settings.instance, &state, &[])
         .map_err(|e| failed(e.into()))?;

@@ -6,36 +6,36 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    os::fd::{AsFd as _, OwnedFd},
+    ops::RangeInclusive,
+    os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use flextensord_device::{
-    control::ControlPage,
-    device::Label,
     failpoint::{self, Point},
-    journal::JournalFile,
     process::{Peer, Process, start_time},
 };
-use flextensord_proto::v1::lease_ended::Reason;
+use flextensord_proto::{name, v1::lease_ended::Reason};
 use tokio::{task::JoinHandle, time};
 
 use super::{
     error::ManagerError,
     manager::{Manager, Token},
-    model::{Layer, Model, Part, Structure},
-    record::{self, AllocationRecord, FORMAT, ManagerRecord, PlanRecord},
+    rebuilding::model,
+    record::{self, FORMAT, ManagerRecord, PlanRecord},
     registration,
     registry::Managers,
 };
 use crate::{
-    transfer::{managed::ManagedDevice, memory::Allocation, memory::Reservation},
-    weights::{manifest::Manifest, registry::Attachment},
+    transfer::{managed::ManagedDevice, memory::Reservation},
+    weights::registry::Attachment,
 };
 
 /// How often managers that nobody has taken up are looked at.
 const LOOK: Duration = Duration::from_millis(200);
+/// Shares of the link that a manager may have.
+const LINK_WEIGHTS: RangeInclusive<u32> = 1..=1000;
 
 /// A manager without an owner that is known to this daemon.
 #[derive(Debug)]
@@ -64,6 +64,9 @@ pub struct HandedBack {
     pub controls: HashMap<u64, OwnedFd>,
     /// Memory by the id of its allocation.
     pub memory: HashMap<u64, OwnedFd>,
+    /// It has mapped nothing, and says so: a registration that its daemon may have finished
+    /// is forgotten.
+    pub is_nothing: bool,
     /// Holds over RPC: number and streamed parts.
     pub holds: Vec<(u64, Vec<u32>)>,
 }
@@ -133,6 +136,10 @@ impl Managers {
         if record::name(record.id) != file {
             return Err("its record has another's name".to_owned());
         }
+        name::check(&record.name).map_err(|error| format!("its name: {error}"))?;
+        if !LINK_WEIGHTS.contains(&record.link_weight) {
+            return Err(format!("its link weight is {}", record.link_weight));
+        }
         let is_gone = record.pid != 0
             && (Process::is_gone(record.pid)
                 || record.pid_started.is_some() && start_time(record.pid) != record.pid_started);
@@ -196,7 +203,8 @@ impl Managers {
         match names.orphans.get(&digest) {
             Some(orphan) if orphan.record.uid == peer.uid => {
                 // it did not know yet that it speaks to a successor
-                if !orphan.record.plans.is_empty() && handed.controls.is_empty() {
+                let has_plans = !orphan.record.plans.is_empty();
+                if has_plans && handed.controls.is_empty() && !handed.is_nothing {
                     return Err(ManagerError::Recovering);
                 }
             }
@@ -215,6 +223,9 @@ impl Managers {
         names.adopting.remove(&digest);
         match adopted {
             Ok(manager) => {
+                if manager.model_slot().is_none() {
+                    self.forget_journals(&record);
+                }
                 names.by_name.insert(key, Arc::clone(&manager));
                 names.by_token.insert(secret, Arc::clone(&manager));
                 drop(names);
@@ -262,6 +273,19 @@ impl Managers {
         manager.token = token;
         manager.is_adopted = true;
         let manager = Arc::new(manager);
+        let record = ManagerRecord {
+            // the owner may be another process by now
+            pid: peer.pid,
+            pid_started: manager.owner_started,
+            // what it has not mapped was never complete
+            plans: match handed.is_nothing {
+                true => Vec::new(),
+                false => record.plans,
+            },
+            ..record
+        };
+        // before anything is set to work: what fails here leaves nothing behind
+        self.state().write(&record::name(record.id), &record)?;
         let refused = |why: String| ManagerError::NotAdopted {
             name: record.name.clone(),
             why,
@@ -271,16 +295,13 @@ impl Managers {
             let (model, journal) =
                 model(&manager, plan, attachment, &mut handed, self).map_err(refused)?;
             failpoint::pass(Point::AdoptRing)?;
-            manager.holds.blocking_lock().restore(handed.holds);
+            let mut holds = manager.holds.blocking_lock();
+            holds
+                .restore(&manager.name, &model, handed.holds)
+                .map_err(|error| refused(error.to_string()))?;
+            drop(holds);
             registration::install(self, &manager, &Arc::new(model), journal)?;
         }
-        // the owner may be another process by now
-        let record = ManagerRecord {
-            pid: peer.pid,
-            pid_started: manager.owner_started,
-            ..record
-        };
-        self.state().write(&record::name(record.id), &record)?;
         failpoint::cross(Point::AdoptedRing);
         Ok(manager)
     }
@@ -293,12 +314,50 @@ impl Managers {
             why,
             "manager not taken up"
         );
-        let journals = record.plans.iter().map(|plan| plan.journal.clone());
-        for file in journals.chain([record::name(record.id)]) {
-            if let Err(error) = self.state().remove(&file) {
-                tracing::warn!(file, %error, "state of a manager left behind");
-            }
+        self.forget_journals(record);
+        self.forget_file(&record::name(record.id));
+    }
+
+    fn forget_journals(&self, record: &ManagerRecord) {
+        for plan in &record.plans {
+            self.forget_file(&plan.journal);
         }
+    }
+
+    fn forget_file(&self, file: &str) {
+        if let Err(error) = self.state().remove(file) {
+            tracing::warn!(file, %error, "state of a manager left behind");
+        }
+    }
+
+    /// Gives up all managers that wait for their owners: there is to be no successor.
+    pub(super) fn give_up_all(&self) {
+        for orphan in self.give_up(|_| true) {
+            self.forget(&orphan.record, "the daemon stops for good");
+        }
+    }
+
+    /// Gives up the manager of that name if it waits for its owner. Whether it did.
+    pub fn terminate_waiting(&self, uid: u32, name: &str) -> Option<u64> {
+        let named = |orphan: &Orphan| orphan.record.uid == uid && orphan.record.name == name;
+        let given_up = self.give_up(named).pop()?;
+        self.forget(&given_up.record, "an operator terminated it");
+        let plans = given_up.record.plans.iter();
+        Some(plans.map(|plan| plan.plan.held_bytes()).sum())
+    }
+
+    /// Managers that wait for their owners, in order of user and name.
+    #[must_use]
+    pub fn waiting(&self) -> Vec<ManagerRecord> {
+        let names = self.names();
+        let mut waiting: Vec<_> = names
+            .orphans
+            .values()
+            .map(|orphan| orphan.record.clone())
+            .collect();
+        drop(names);
+        waiting.sort_by(|a, b| (a.uid, &a.name).cmp(&(b.uid, &b.name)));
+        waiting
     }
 
     /// Gives managers up whose owner is dead or late. Runs until cancelled.
@@ -362,116 +421,4 @@ impl Managers {
             .filter_map(|digest| names.orphans.remove(digest))
             .collect()
     }
-}
-
-/// The model of a plan, from its record and what was handed back; the reason when the two
-/// do not agree.
-fn model(
-    manager: &Manager,
-    record: &PlanRecord,
-    attachment: Attachment,
-    handed: &mut HandedBack,
-    managers: &Managers,
-) -> Result<(Model, Option<JournalFile>), String> {
-    let text = |error: &dyn std::error::Error| error.to_string();
-    let structure = structure(record, attachment.set().manifest())?;
-    if record.plan.places.len() != structure.parts.len() {
-        return Err("its plan is of other parts".to_owned());
-    }
-    let identity = registration::identity(manager, &structure, record.version);
-    let control = handed
-        .controls
-        .remove(&record.version)
-        .ok_or("its control page was not handed back")?;
-    let control = ControlPage::take_back(control.as_fd(), identity).map_err(|e| text(&e))?;
-    let device = &manager.device;
-    let mut take = |memory: &AllocationRecord| -> Result<Allocation, String> {
-        failpoint::pass(Point::AdoptMemory).map_err(|e| text(&e))?;
-        let descriptor = handed
-            .memory
-            .remove(&memory.id)
-            .ok_or_else(|| format!("allocation {} was not handed back", memory.id))?;
-        let label = Label {
-            instance: device.memory.instance().to_owned(),
-            allocation: memory.id,
-            random: record::unhex(&memory.random).ok_or("a label is not legal")?,
-        };
-        let taken = device
-            .memory
-            .device()
-            .take_back(descriptor, memory.bytes, &label);
-        taken
-            .map(|memory| Allocation { memory, label })
-            .map_err(|e| text(&e))
-    };
-    let set = attachment.set();
-    let keys = registration::block_keys(manager.owner.uid, set, &structure, &record.plan);
-    if keys.len() != record.blocks.len() {
-        return Err("its plan has other blocks".to_owned());
-    }
-    let mut blocks = Vec::with_capacity(keys.len());
-    for (key, memory) in keys.into_iter().zip(&record.blocks) {
-        blocks.push(device.residents.adopt(key, memory.id, || take(memory))?);
-    }
-    let ring = record.ring.as_ref().map(&mut take).transpose()?;
-    let journal = match &ring {
-        Some(_) => {
-            let path = managers.state().path().join(&record.journal);
-            Some(JournalFile::open(&path, identity).map_err(|e| text(&e))?)
-        }
-        None => None,
-    };
-    let model = Model {
-        attachment,
-        plan_version: record.version,
-        control: Arc::new(control),
-        blocks,
-        ring,
-        requested: record.requested,
-        granted: record.granted,
-        shared_bytes: record.shared_bytes,
-        least_feasible: record.plan.least_feasible,
-        structure,
-        plan: record.plan.clone(),
-    };
-    Ok((model, journal))
-}
-
-/// Layers and parts as they were registered.
-fn structure(record: &PlanRecord, manifest: &Manifest) -> Result<Structure, String> {
-    let mut structure = Structure {
-        unregistered: record.unregistered,
-        ..Structure::default()
-    };
-    for part in &record.parts {
-        let storage = manifest.storages().get(part.storage as usize);
-        let storage = storage.ok_or("a part is of no storage")?;
-        if part
-            .tensors
-            .iter()
-            .any(|at| *at >= manifest.tensors().len())
-        {
-            return Err("a part has a tensor that is not there".to_owned());
-        }
-        structure.parts.push(Part {
-            storage: part.storage,
-            segment_offset: storage.offset,
-            bytes: storage.bytes,
-            tensors: part.tensors.clone(),
-        });
-    }
-    for (name, parts) in &record.layers {
-        if parts
-            .iter()
-            .any(|part| *part as usize >= structure.parts.len())
-        {
-            return Err(format!("layer {name:?} has a part that is not there"));
-        }
-        structure.index.insert(name.clone(), structure.layers.len());
-        structure.layers.push(Layer {
-            name: name.clone(),
-            parts: parts.clone(),
-        });
-    }
-    Ok(structure)
 }

@@ -95,6 +95,9 @@ impl Managers {
                 self.end(&manager, Reason::Stopping);
             }
         }
+        if !keep {
+            self.give_up_all();
+        }
         self.tasks.close();
         self.tasks.wait().await;
         failpoint::cross(Point::Drained);

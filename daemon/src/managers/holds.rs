@@ -42,8 +42,25 @@ pub struct Holds {
 
 impl Holds {
     /// Takes over holds of a dead daemon: the words of their parts are in use.
-    pub(super) fn restore(&mut self, holds: Vec<(u64, Vec<u32>)>) {
+    ///
+    /// # Errors
+    /// When they are more than a manager may have, or of parts that do not stream.
+    pub(super) fn restore(
+        &mut self,
+        manager: &str,
+        model: &Model,
+        holds: Vec<(u64, Vec<u32>)>,
+    ) -> Result<(), ManagerError> {
         for (hold, parts) in holds {
+            self.check_room(manager, parts.len())?;
+            let stranger = parts.iter().find(|part| !model.streams(**part));
+            if let Some(part) = stranger.or((hold == 0).then_some(&0)) {
+                return Err(ManagerError::Field {
+                    field: "holds.parts",
+                    value: format!("{part} in hold {hold}"),
+                    rule: "streamed parts of the plan, in a hold that Acquire named".to_owned(),
+                });
+            }
             for part in &parts {
                 *self.counts.entry(*part).or_default() += 1;
             }
@@ -52,6 +69,7 @@ impl Holds {
             self.next = self.next.max(hold >> 32);
             self.held.insert(hold, parts);
         }
+        Ok(())
     }
 
     /// Number of holds.

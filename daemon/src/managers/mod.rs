@@ -7,7 +7,8 @@
 //! - [`lease`]: its streams, and the process behind them;
 //! - `drain`: the end of the daemon as managers see it;
 //! - [`holds`]: holds taken over RPC;
-//! - [`record`]: what a successor needs; [`adoption`]: how it takes managers over;
+//! - [`record`]: what a successor needs; [`adoption`]: how it takes managers over,
+//!   `rebuilding`: and their models;
 //! - [`error`]: what can go wrong.
 
 pub mod adoption;
@@ -17,6 +18,7 @@ pub mod holds;
 pub mod lease;
 pub mod manager;
 pub mod model;
+mod rebuilding;
 pub mod record;
 pub mod registration;
 pub mod registry;

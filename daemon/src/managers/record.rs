@@ -116,6 +116,13 @@ pub fn token_digest(token: &[u8]) -> String {
     blake3::hash(token).to_hex().to_string()
 }
 
+/// The id of the manager whose record or journal has that name.
+#[must_use]
+pub fn id_of(file: &str) -> Option<u64> {
+    let id = file.strip_prefix("manager-")?.get(..16)?;
+    u64::from_str_radix(id, 16).ok()
+}
+
 /// Whether a file of the state directory is a manager's record.
 #[must_use]
 pub fn is_record(file: &str) -> bool {

@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status};
 
 use super::{caller, dump, idempotency::Idempotency, request, weights::weight_set_message};
 use crate::{
-    managers::{error::ManagerError, manager::Manager, registry::Managers},
+    managers::{error::ManagerError, manager::Manager, record::ManagerRecord, registry::Managers},
     phase::Life,
     plan::Place,
     transfer::{
@@ -67,6 +67,26 @@ impl AdminService {
         list
     }
 
+    /// What this user may see of managers, those that wait for their owners last.
+    fn manager_statuses(&self, peer: Peer) -> Vec<ManagerStatus> {
+        let owned = self.visible(peer);
+        let devices = self.managers.devices();
+        let name_of = |uuid: &str| {
+            let device = devices.iter().find(|device| device.info().uuid == uuid);
+            device.map_or(String::new(), |device| device.info().name.clone())
+        };
+        let mut waiting = self.managers.waiting();
+        waiting.retain(|record| self.is_admin(peer) || record.uid == peer.uid);
+        let waiting = waiting
+            .iter()
+            .map(|record| waiting_status(record, &name_of(&record.device)));
+        owned
+            .iter()
+            .map(|manager| manager_status(manager))
+            .chain(waiting)
+            .collect()
+    }
+
     /// The weight sets that a user may see.
     #[must_use]
     pub fn visible_sets(&self, peer: Peer) -> Vec<Arc<WeightSet>> {
@@ -92,11 +112,7 @@ impl AdminService {
             uptime_ms: millis(self.started.elapsed()),
             protocol_lowest,
             protocol_highest,
-            managers: self
-                .visible(peer)
-                .iter()
-                .map(|m| manager_status(m))
-                .collect(),
+            managers: self.manager_statuses(peer),
             weight_sets: sets.iter().map(|set| weight_set_message(set)).collect(),
             devices: self
                 .managers
@@ -166,6 +182,9 @@ impl Admin for AdminService {
         }
         let content: [&[u8]; 2] = [&uid.to_le_bytes(), message.name.as_bytes()];
         let work = async {
+            if let Some(held_bytes) = self.managers.terminate_waiting(uid, &message.name) {
+                return Ok(TerminateManagerResponse { held_bytes });
+            }
             let manager = self
                 .managers
                 .find_name(uid, &message.name)
@@ -213,6 +232,31 @@ fn millis(duration: Duration) -> u64 {
 
 fn number(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// What is known of a manager that waits for its owner.
+#[must_use]
+fn waiting_status(record: &ManagerRecord, device: &str) -> ManagerStatus {
+    let mut status = ManagerStatus {
+        name: record.name.clone(),
+        owner_uid: record.uid,
+        owner_pid: record.pid,
+        since_ms: record.since_ms,
+        phase: "RECOVERING".to_owned(),
+        lease_epoch: record.lease_epoch,
+        device: device.to_owned(),
+        lease: "waiting".to_owned(),
+        ..ManagerStatus::default()
+    };
+    if let Some(plan) = record.plans.last() {
+        status.plan_version = plan.version;
+        status.layers = number(plan.layers.len());
+        status.resident_bytes = plan.plan.resident_bytes;
+        status.ring_bytes = plan.plan.ring_bytes;
+        status.planned_stream_bytes = plan.plan.streamed_bytes;
+        status.granted_bytes = plan.granted;
+    }
+    status
 }
 
 /// What Status says of a manager.

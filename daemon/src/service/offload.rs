@@ -1,17 +1,16 @@
 //! The `Offload` service: managers, registration, holds.
 
-use std::{os::fd::OwnedFd, pin::Pin, sync::Arc, time::Duration};
+use std::{pin::Pin, sync::Arc, time::Duration};
 
 use flextensord_device::{notice::NoticePage, process::Peer};
 use flextensord_proto::{
     kind::{Failure, Kind, Origin},
     limit, negotiate,
     v1::{
-        self, AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse,
-        GetPlanRequest, LeaseEvent, OpenManagerRequest, Opened, PlanPage, RegisterModelRequest,
+        AcquireRequest, AcquireResponse, CloseManagerRequest, CloseManagerResponse, GetPlanRequest,
+        LeaseEvent, OpenManagerRequest, Opened, PlanPage, RegisterModelRequest,
         RegisterModelResponse, ReleaseRequest, ReleaseResponse, ReportPassRequest,
-        ReportPassResponse, handed_back::What, offload_server::Offload, register_header,
-        register_model_request::Part,
+        ReportPassResponse, offload_server::Offload, register_header, register_model_request::Part,
     },
 };
 use tokio::time;
@@ -28,7 +27,6 @@ use super::{
 use crate::{
     channel::ticket::{Gift, Tickets},
     managers::{
-        adoption::HandedBack,
         error::ManagerError,
         holds,
         lease::OpenLease,
@@ -88,55 +86,6 @@ impl OffloadService {
             answer = work => answer,
             why = self.managers.given_up() => Err(ManagerError::from(why).into()),
         }
-    }
-
-    /// Redeems the tickets of what a client hands back.
-    fn handed_back(
-        &self,
-        peer: Peer,
-        descriptors: Vec<v1::HandedBack>,
-        holds: Vec<v1::KeptHold>,
-    ) -> Result<HandedBack, Failure> {
-        let mut handed = HandedBack {
-            holds: holds
-                .into_iter()
-                .map(|kept| (kept.hold, kept.parts))
-                .collect(),
-            ..HandedBack::default()
-        };
-        for descriptor in descriptors {
-            let descriptor_of = |ticket: &[u8]| -> Result<OwnedFd, Failure> {
-                Ok(self.tickets.collect(peer, ticket)?.file.into())
-            };
-            let given = descriptor_of(&descriptor.ticket)?;
-            match descriptor.what {
-                Some(What::ControlOfPlan(version)) => handed.controls.insert(version, given),
-                Some(What::Allocation(id)) => handed.memory.insert(id, given),
-                None => {
-                    let rule = "a page of slot words or an allocation";
-                    return Err(field("handed_back.what", "missing", rule));
-                }
-            };
-        }
-        Ok(handed)
-    }
-
-    /// Takes up a manager of a dead daemon.
-    async fn adopt(
-        &self,
-        peer: Peer,
-        token: Vec<u8>,
-        open: &OpenRequest,
-        handed: HandedBack,
-    ) -> Result<OpenLease, Failure> {
-        let managers = Arc::clone(&self.managers);
-        let (open_id, client) = (open.request_id.clone(), open.client.clone());
-        // on a thread that may block: the driver takes its time
-        let work = move || managers.adopt(peer, &token, &open_id, &client, handed);
-        let manager = tokio::task::spawn_blocking(work)
-            .await
-            .map_err(|_| request::worker())??;
-        Ok(self.managers.lease(manager))
     }
 
     fn opened(&self, peer: Peer, lease: &OpenLease, protocol: u32) -> Result<Opened, Failure> {
@@ -218,7 +167,12 @@ impl Offload for OffloadService {
         };
         let lease = match &open.resume_token {
             Some(token) if self.managers.is_orphan(token) => {
-                let handed = self.handed_back(peer, message.handed_back, message.holds)?;
+                let handed = self.handed_back(
+                    peer,
+                    message.handed_back,
+                    message.holds,
+                    message.nothing_mapped,
+                )?;
                 self.adopt(peer, token.clone(), &open, handed).await?
             }
             _ => self.managers.open(peer, &open).map_err(Failure::from)?,
